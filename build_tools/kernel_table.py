@@ -1,0 +1,204 @@
+"""Loads kernels.toml, checks it, and expands its rows: one kernel per dtype."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from build_tools.errors import TableError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE_PATH = Path(__file__).with_name("kernels.toml")
+
+_ARCHITECTURE = re.compile(r"sm_(\d+)(\d)([af]?)")
+_MATCH_RULES = {"": "minor", "f": "family", "a": "exact"}
+_KERNEL_KEYS = {
+    "op": str,
+    "name": str,
+    "module": str,
+    "symbol": str,
+    "dtypes": list,
+    "threads": int,
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`name` as compilers take it, the capability it is for, and on which others it may run."""
+
+    name: str
+    capability: tuple[int, int]
+    match: str
+
+    @classmethod
+    def parse(cls, name: str) -> Architecture:
+        parts = _ARCHITECTURE.fullmatch(name)
+        if parts is None:
+            raise TableError(
+                f"architecture: expected sm_XY, sm_XYa or sm_XYf, got {name!r}. Correct the name."
+            )
+        return cls(name, (int(parts[1]), int(parts[2])), _MATCH_RULES[parts[3]])
+
+
+@dataclass(frozen=True)
+class ElfRule:
+    """What compilers of one range of CUDA releases write, and the oldest driver that loads it."""
+
+    cuda: tuple[str, str]
+    architectures: tuple[str, ...]
+    osabi: int
+    abi: int
+    min_cuda: int
+    min_driver: str
+
+    def covers(self, cuda: tuple[int, int], architecture: str) -> bool:
+        first, last = (_release(text) for text in self.cuda)
+        return first <= cuda <= last and architecture in self.architectures
+
+
+@dataclass(frozen=True)
+class CompilerPin:
+    """How one compiler is found (NVRTC: by distribution name) and which flags only it takes."""
+
+    flags: tuple[str, ...] = ()
+    version: str | None = None
+    distribution: str | None = None
+    header_distributions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file, compiled once per architecture."""
+
+    name: str
+    source: str
+    architectures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of one dtype; `row` is its row of the manifest."""
+
+    symbol: str
+    module: str
+    threads: int
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    flags: tuple[str, ...]
+    compilers: dict[str, CompilerPin]
+    elf_rules: tuple[ElfRule, ...]
+    modules: tuple[Module, ...]
+    kernels: tuple[Kernel, ...]
+
+    def elf_rule(self, compiler_version: str, architecture: str) -> ElfRule:
+        """Returns the rule for what this compiler writes; TableError when there is none."""
+        for rule in self.elf_rules:
+            if rule.covers(_release(compiler_version), architecture):
+                return rule
+        raise TableError(
+            f"elf_rules: expected one that covers CUDA {compiler_version} and {architecture}, got "
+            "none. Compile with a listed release, or find out what this one writes and add a row."
+        )
+
+    def symbols(self, module: str) -> dict[str, Kernel]:
+        return {kernel.symbol: kernel for kernel in self.kernels if kernel.module == module}
+
+
+def load_table(path: Path = TABLE_PATH) -> KernelTable:
+    """Returns the table in `path`; raises TableError that names the row and key that is wrong."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise TableError(f"{path.name}: expected TOML, got {error}. Correct the file.") from error
+    try:
+        table = KernelTable(
+            flags=tuple(data["compile"]["flags"]),
+            compilers={
+                name: CompilerPin(**_tuples(row)) for name, row in data["compilers"].items()
+            },
+            elf_rules=tuple(ElfRule(**_tuples(row)) for row in data["elf_rules"]),
+            modules=tuple(Module(**_tuples(row)) for row in data["modules"]),
+            kernels=tuple(
+                kernel
+                for priority, row in enumerate(data["kernels"])
+                for kernel in _expand(row, priority, data["dtypes"])
+            ),
+        )
+    except KeyError as error:
+        raise TableError(f"{path.name}: expected a key {error}, got none. Add it.") from error
+    except TypeError as error:
+        raise TableError(f"{path.name}: expected known keys, got {error}. Correct it.") from error
+    _check(table)
+    return table
+
+
+def _expand(row: dict[str, Any], priority: int, suffixes: dict[str, str]) -> list[Kernel]:
+    for key, kind in _KERNEL_KEYS.items():
+        if not isinstance(row.get(key), kind):
+            raise TableError(
+                f"kernels[{priority}].{key}: expected {kind.__name__}, got {row.get(key)!r}. "
+                "Correct the row."
+            )
+    for key in ("dtype", "priority"):
+        if key in row:
+            raise TableError(
+                f"kernels[{priority}].{key}: expected absent, got {row[key]!r}. The build sets it."
+            )
+    kernels = []
+    for dtype in row["dtypes"]:
+        if dtype != "any" and dtype not in suffixes:
+            raise TableError(
+                f"kernels[{priority}].dtypes: expected one of {[*suffixes, 'any']}, got {dtype!r}. "
+                "Add it to [dtypes] or correct the row."
+            )
+        if (dtype == "any") == ("{dtype}" in row["symbol"]):
+            raise TableError(
+                f"kernels[{priority}].symbol: expected {{dtype}} in it unless dtypes is ['any'], "
+                f"got {row['symbol']!r} for {dtype}. Correct the row."
+            )
+        symbol = row["symbol"].replace("{dtype}", suffixes.get(dtype, ""))
+        kept = {key: value for key, value in row.items() if key != "dtypes"}
+        manifest_row = {**kept, "symbol": symbol, "dtype": dtype, "priority": priority}
+        kernels.append(Kernel(symbol, row["module"], row["threads"], manifest_row))
+    return kernels
+
+
+def _check(table: KernelTable) -> None:
+    for module in table.modules:
+        for architecture in module.architectures:
+            Architecture.parse(architecture)
+    modules = [module.name for module in table.modules]
+    seen: set[tuple[str, str]] = set()
+    for kernel in table.kernels:
+        place = (kernel.module, kernel.symbol)
+        if kernel.module not in modules:
+            raise TableError(
+                f"kernels[{kernel.row['priority']}].module: expected one of {modules}, "
+                f"got {kernel.module!r}. Correct the row or add the module."
+            )
+        if place in seen:
+            raise TableError(
+                f"kernels[{kernel.row['priority']}].symbol: expected a new one, "
+                f"got {kernel.symbol!r} a second time. Correct the row."
+            )
+        seen.add(place)
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}

@@ -1,0 +1,282 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_logp_hub import _checks, _library, _ops, _selection
+from fused_logp_hub._errors import ArgumentError
+from fused_logp_hub._problem import accumulation_dtype
+
+_FORCED = _selection.forced_by_environment()
+
+
+class LogpResult(NamedTuple):
+    """Result of `fused_logp` with a ``return_*`` flag; fields not asked for are None.
+
+    ``logp`` has the ids' shape, the others the logits' leading shape. ``logp`` and ``entropy`` (nats) are
+    differentiable; ``row_max`` and ``log_sum`` are constants to autograd, with
+    logsumexp(logits / T) = row_max + log_sum.
+    """
+
+    logp: Tensor
+    entropy: Tensor | None
+    row_max: Tensor | None
+    log_sum: Tensor | None
+
+
+def fused_logp(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    row_indices: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int | None = -100,
+    on_invalid: str = "zero",
+    out_dtype: torch.dtype | None = None,
+    kernel: str = "auto",
+    return_lse: bool = False,
+    return_entropy: bool = False,
+) -> Tensor | LogpResult:
+    """Log-probability of each row's token ids, differentiable, in one pass over the logits.
+
+    ``logp[i, k] = logits[i, ids[i, k]] / T - logsumexp(logits[i, :] / T)``, and backward
+    ``g / T * (one_hot - softmax(logits / T))``.
+
+    Args:
+        logits: [..., V], bfloat16, float16, float32 or float64. Any leading dimensions; up to two leading
+            strides are read in place (``logits[:, :-1]``, a transposed [T, B, V], ``expand``). A vocabulary
+            stride other than 1 is copied first.
+        token_ids: [...] or, for several ids a row, [..., K] with K <= 1024; int32 or int64, on the logits'
+            device, any strides, read as they are.
+        row_indices: [M] int32 or int64, flat row numbers to keep; rows not listed are not read and give 0.
+            Duplicates count once, entries outside [0, N) are skipped.
+        row_mask: [...] bool, False for rows to leave out; together with row_indices both must admit a row.
+        temperature: T > 0, a number, or a float32 tensor [...] with one per row (or a scalar tensor). Its
+            own gradient is not computed.
+        ignore_index: id that marks a position without a target: exactly 0, row not read. None: no such id.
+        on_invalid: what any other id outside [0, V) gives: "zero", "nan", or "raise" (synchronises).
+        out_dtype: dtype of logp; float32 by default, float64 for float64 logits. A bfloat16
+            log-probability destroys the ratio exp(new - old).
+        kernel: "auto", "two_pass", "online", "tma" or "reference". The environment variable
+            FUSED_LOGP_HUB_KERNEL, read at import, replaces "auto".
+        return_lse: also return row_max and log_sum, both of logits / T.
+        return_entropy: also return the entropy of softmax(logits / T) in nats, differentiable.
+
+    Returns:
+        logp with the shape of token_ids, or a LogpResult if a ``return_*`` flag is set.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or value is unsupported; nothing was launched.
+        InvalidTokenIdError: ``on_invalid="raise"`` met an invalid id; the message names the first row.
+        NoMatchingKernelError: nothing shipped fits this GPU and these tensors; the message has the trace.
+        SecondDerivativeError: the gradient was differentiated again.
+
+    Numerics:
+        float32 arithmetic (float64 for float64 logits). |error| of logp at most 1e-5 + 1e-6 |logp| against
+        float64 on the same inputs. A row's bits depend on its values, its id, V, dtype, temperature, kernel
+        and GPU architecture only. A row with NaN or +inf, or all -inf, gives NaN. Rows whose upstream
+        gradient is 0 get an exactly zero gradient without being read.
+
+    Memory:
+        Forward O(N); backward one tensor like the logits and O(N).
+
+    Source:
+        Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
+    """
+    kernel = _resolve(kernel)
+    if row_indices is not None:
+        row_mask = _merge_mask(row_indices, row_mask, logits)
+    if out_dtype is None:
+        out_dtype = accumulation_dtype(logits.dtype) if isinstance(logits, Tensor) else torch.float32
+    elif out_dtype not in _checks.FLOAT_DTYPES:
+        raise ArgumentError(f"out_dtype: expected a floating dtype, got {out_dtype}. Use torch.float32.")
+    if _is_plain(logits):
+        problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
+        if logits.requires_grad and torch.is_grad_enabled():
+            results = _ops.LogpFunction.apply(  # type: ignore[no-untyped-call]
+                logits, problem, kernel, out_dtype, return_entropy
+            )
+        else:
+            results = _ops.run_forward(problem, kernel, out_dtype, return_lse, return_entropy)
+    else:
+        rows = temperature if isinstance(temperature, Tensor) else None
+        results = _library.logp_forward(
+            logits, token_ids, row_mask, 1.0 if isinstance(temperature, Tensor) else float(temperature), rows,
+            ignore_index, on_invalid, out_dtype, return_entropy, kernel,
+        )  # fmt: skip
+    logp: Tensor
+    logp, statistics, entropy = results
+    if logp.dim() == logits.dim() != token_ids.dim():
+        logp = logp.squeeze(-1)
+    if not (return_lse or return_entropy):
+        return logp
+    row_max, log_sum = statistics.detach().unbind(0) if return_lse else (None, None)
+    return LogpResult(logp, entropy if return_entropy else None, row_max, log_sum)
+
+
+def fused_logp_out(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    out: Tensor,
+    row_max: Tensor | None = None,
+    log_sum: Tensor | None = None,
+    entropy: Tensor | None = None,
+    row_indices: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int | None = -100,
+    on_invalid: str = "zero",
+    kernel: str = "auto",
+) -> Tensor:
+    """As `fused_logp`, into memory of the caller's: forward-only, and allocates nothing.
+
+    Args:
+        logits, token_ids, row_mask, temperature, ignore_index, on_invalid, kernel: as in `fused_logp`.
+        out: shape of token_ids, any of the floating dtypes, contiguous; every element is written.
+        row_max, log_sum, entropy: [...] float32 (float64 for float64 logits), contiguous; written if given.
+        row_indices: as in `fused_logp`; costs a mask of N bytes, so pass row_mask to allocate nothing.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ArgumentError: as in `fused_logp`; also if an output has another shape, dtype, device or layout, or
+            if the logits require grad while gradients are enabled. Nothing was written.
+    """
+    kernel = _resolve(kernel)
+    if row_indices is not None:
+        row_mask = _merge_mask(row_indices, row_mask, logits)
+    problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
+    _checks.no_autograd("logits", logits)
+    tail = token_ids.shape[logits.dim() - 1 :]
+    _checks.output("out", out, logits, _checks.FLOAT_DTYPES, tail)
+    statistic = (accumulation_dtype(logits.dtype),)
+    for name, tensor in (("row_max", row_max), ("log_sum", log_sum), ("entropy", entropy)):
+        if tensor is not None:
+            _checks.output(name, tensor, logits, statistic)
+    _ops.forward(problem, kernel, out, row_max, log_sum, entropy)
+    return out
+
+
+def fused_logp_backward(
+    grad_logp: Tensor,
+    logits: Tensor,
+    token_ids: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    row_indices: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int | None = -100,
+    on_invalid: str = "zero",
+    kernel: str = "auto",
+) -> Tensor:
+    """The gradient at the logits, from the statistics that the forward saved.
+
+    ``grad_logits[j] = (sum_k g[k] (1[ids[k] = j] - p_j) - h p_j (log p_j + H)) / T`` with
+    ``p_j = exp((logits[j] / T - row_max) - log_sum)``, g = grad_logp, h = grad_entropy, H = entropy.
+
+    Args:
+        grad_logp: shape of token_ids, any floating dtype and strides (0 included).
+        logits, token_ids, row_indices, row_mask, temperature, ignore_index, on_invalid: as in the forward.
+        row_max, log_sum: [...] float32 (float64 for float64 logits), from the forward.
+        entropy, grad_entropy: [...], both or neither; entropy as the statistics, grad_entropy any float.
+        kernel: "auto" or "reference".
+
+    Returns:
+        grad_logits, shape and dtype of the logits, rounded once. Rows that are left out, ignored, or whose
+        gradients are all 0 are exactly 0 and not read.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or value is unsupported; nothing was launched.
+    """
+    return fused_logp_backward_out(
+        grad_logp, logits, token_ids, row_max, log_sum, grad_logits=None, entropy=entropy,
+        grad_entropy=grad_entropy, row_indices=row_indices, row_mask=row_mask, temperature=temperature,
+        ignore_index=ignore_index, on_invalid=on_invalid, kernel=kernel,
+    )  # fmt: skip
+
+
+def fused_logp_backward_out(
+    grad_logp: Tensor,
+    logits: Tensor,
+    token_ids: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    *,
+    grad_logits: Tensor | None,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    row_indices: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int | None = -100,
+    on_invalid: str = "zero",
+    kernel: str = "auto",
+) -> Tensor:
+    """As `fused_logp_backward`, into ``grad_logits``: shape and dtype of the logits, any row strides.
+
+    ``grad_logits`` may be the logits themselves, which the gradient then overwrites; any other overlap is
+    an ArgumentError. None allocates. Returns ``grad_logits``.
+    """
+    kernel = _selection.AUTO if _resolve(kernel) != _selection.REFERENCE else _selection.REFERENCE
+    if row_indices is not None:
+        row_mask = _merge_mask(row_indices, row_mask, logits)
+    problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
+    for name, tensor in (("grad_logp", grad_logp), ("logits", logits)):
+        _checks.no_autograd(name, tensor)
+    _checks.leading_tensor("grad_logp", grad_logp, logits, _checks.FLOAT_DTYPES, token_ids.shape[logits.dim() - 1 :])
+    row_max = _checks.statistic("row_max", row_max, logits)
+    log_sum = _checks.statistic("log_sum", log_sum, logits)
+    if (entropy is None) != (grad_entropy is None):
+        raise ArgumentError("grad_entropy: expected both entropy and grad_entropy or neither, got one. Pass both.")
+    if entropy is not None and grad_entropy is not None:
+        entropy = _checks.statistic("entropy", entropy, logits)
+        _checks.leading_tensor("grad_entropy", grad_entropy, logits, _checks.FLOAT_DTYPES)
+    if grad_logits is None:
+        grad_logits = _ops.empty_grad(logits)
+    else:
+        _checks.grad_logits(grad_logits, logits)
+    if grad_logp.dim() < logits.dim():
+        grad_logp = grad_logp.unsqueeze(-1)
+    _ops.backward(problem, kernel, row_max, log_sum, entropy, grad_logp, grad_entropy, grad_logits)
+    return grad_logits
+
+
+def _resolve(kernel: str) -> str:
+    """The kernel to use: the argument, else the environment's, with the name checked."""
+    source = "kernel"
+    if kernel == _selection.AUTO and _FORCED is not None:
+        kernel, source = _FORCED, _selection.ENVIRONMENT_VARIABLE
+    if kernel not in _selection.KERNEL_NAMES:
+        raise ArgumentError(
+            f"{source}: expected one of {', '.join(_selection.KERNEL_NAMES)}, got {kernel!r}. Correct the name."
+        )
+    return kernel
+
+
+def _is_plain(logits: Tensor) -> bool:
+    """Whether a call may go around the dispatcher: nothing traces, wraps or intercepts tensors."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(logits) in (Tensor, torch.nn.Parameter)
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _merge_mask(row_indices: Tensor, row_mask: Tensor | None, logits: Tensor) -> Tensor:
+    """row_indices as a mask over the logits' leading shape, and row_mask where given."""
+    _checks.row_indices(row_indices, logits)
+    leading = logits.shape[:-1]
+    make = _ops.row_mask_from_indices if _is_plain(logits) else _library.row_mask_from_indices
+    mask = make(row_indices, leading.numel()).view(leading)
+    return mask if row_mask is None else mask & row_mask

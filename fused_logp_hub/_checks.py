@@ -1,0 +1,215 @@
+"""Validation of what users pass, before anything is allocated, launched or written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_logp_hub._errors import ArgumentError, ArgumentTypeError, InvalidTokenIdError
+from fused_logp_hub._problem import Problem, accumulation_dtype, collapse
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int64, torch.int32)
+ON_INVALID = ("zero", "nan", "raise")
+MAX_IDS = 1024  # kMaxIds in backward.cuh
+MAX_VOCAB = MAX_ROWS = 2**31 - 1
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # T and 1 / T stay normal float32 numbers
+
+
+def make_problem(
+    logits: Tensor,
+    token_ids: Tensor,
+    row_mask: Tensor | None,
+    temperature: float | Tensor,
+    ignore_index: int | None,
+    on_invalid: str,
+) -> Problem:
+    """The checked problem; token_ids without a K dimension get one of size 1. row_mask is [...] bool."""
+    if not isinstance(logits, Tensor):
+        raise ArgumentTypeError(f"logits: expected a torch.Tensor, got {type(logits).__name__}. Pass a tensor.")
+    if not isinstance(token_ids, Tensor):
+        raise ArgumentTypeError(f"token_ids: expected a torch.Tensor, got {type(token_ids).__name__}. Pass one.")
+    shape, ids_shape = logits.shape, token_ids.shape
+    if logits.dtype not in FLOAT_DTYPES:
+        raise ArgumentError(f"logits: expected dtype {_names(FLOAT_DTYPES)}, got {logits.dtype}. Cast the logits.")
+    if token_ids.dtype not in INDEX_DTYPES:
+        raise ArgumentError(f"token_ids: expected dtype int32 or int64, got {token_ids.dtype}. Cast the ids.")
+    if not shape or shape[-1] == 0:
+        raise ArgumentError(f"logits: expected shape [..., V] with V >= 1, got {list(shape)}. Pass some columns.")
+    if shape[-1] > MAX_VOCAB:
+        raise ArgumentError(f"logits: expected V <= {MAX_VOCAB}, got {shape[-1]}. Split the vocabulary.")
+    if ids_shape == shape[:-1]:
+        token_ids = token_ids.unsqueeze(-1)
+    elif len(ids_shape) != len(shape) or ids_shape[:-1] != shape[:-1] or not 1 <= ids_shape[-1] <= MAX_IDS:
+        raise ArgumentError(
+            f"token_ids: expected shape {list(shape[:-1])} or {[*shape[:-1], 'K']} with 1 <= K <= {MAX_IDS} "
+            f"for logits {list(shape)}, got {list(ids_shape)}. Align the leading dimensions."
+        )
+    same_device("token_ids", token_ids, logits)
+    num_rows = math.prod(shape[:-1])
+    if num_rows > MAX_ROWS:
+        raise ArgumentError(f"logits: expected at most {MAX_ROWS} rows, got {num_rows}. Split the rows.")
+    if row_mask is not None:
+        row_mask = _flat_mask(row_mask, logits)
+    rows = None
+    if isinstance(temperature, Tensor):
+        rows, temperature = _temperature_rows(temperature, logits), 1.0
+    elif temperature != 1.0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:  # NaN fails too
+        raise ArgumentError(
+            f"temperature: expected a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}. "
+            "Use greedy decoding's own code for a temperature of 0."
+        )
+    if on_invalid not in ON_INVALID:
+        raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
+    problem = Problem(
+        logits, token_ids, num_rows, row_mask, temperature, rows, ignore_index, on_invalid == "nan"
+    )
+    if on_invalid == "raise":
+        _raise_on_invalid(problem)
+    return problem
+
+
+def same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
+    """ArgumentError unless the tensor lies on the logits' device."""
+    if tensor.device != logits.device:
+        raise ArgumentError(
+            f"{name}: expected device {logits.device}, where the logits are, got {tensor.device}. Move it there."
+        )
+
+
+def leading_tensor(
+    name: str, tensor: Tensor, logits: Tensor, dtypes: Sequence[torch.dtype], tail: Sequence[int] = ()
+) -> None:
+    """ArgumentError unless the tensor is [..., *tail] over the logits' leading dimensions, on their device."""
+    expected = [*logits.shape[:-1], *tail]
+    if not isinstance(tensor, Tensor):
+        raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}. Pass a tensor.")
+    if list(tensor.shape) != expected:
+        raise ArgumentError(f"{name}: expected shape {expected}, got {list(tensor.shape)}. Match the logits.")
+    if tensor.dtype not in dtypes:
+        raise ArgumentError(f"{name}: expected dtype {_names(dtypes)}, got {tensor.dtype}. Cast it.")
+    same_device(name, tensor, logits)
+
+
+def output(name: str, tensor: Tensor, logits: Tensor, dtypes: Sequence[torch.dtype], tail: Sequence[int] = ()) -> None:
+    """As leading_tensor, for a tensor that is written: contiguous and free of autograd."""
+    leading_tensor(name, tensor, logits, dtypes, tail)
+    if not tensor.is_contiguous():
+        raise ArgumentError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}. Allocate it so.")
+    no_autograd(name, tensor)
+
+
+def no_autograd(name: str, tensor: Tensor) -> None:
+    """ArgumentError if autograd would have to follow a forward-only function."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{name}: expected no gradient to be required, got requires_grad=True; this function is "
+            "forward-only. Call it under torch.no_grad(), or use fused_logp."
+        )
+
+
+def row_indices(indices: Tensor, logits: Tensor) -> None:
+    """ArgumentError unless the indices are [M] int32 or int64 on the logits' device."""
+    if not isinstance(indices, Tensor):
+        raise ArgumentTypeError(f"row_indices: expected a torch.Tensor, got {type(indices).__name__}. Pass a tensor.")
+    if indices.dim() != 1 or indices.dtype not in INDEX_DTYPES:
+        raise ArgumentError(
+            f"row_indices: expected shape [M], int32 or int64, got {list(indices.shape)}, {indices.dtype}. "
+            "Pass the flat numbers of the rows to keep."
+        )
+    same_device("row_indices", indices, logits)
+
+
+def grad_logits(out: Tensor, logits: Tensor) -> None:
+    """ArgumentError unless the gradient can be written there: its own memory, or exactly the logits'."""
+    if not isinstance(out, Tensor):
+        raise ArgumentTypeError(f"grad_logits: expected a torch.Tensor, got {type(out).__name__}. Pass a tensor.")
+    if out.shape != logits.shape or out.dtype != logits.dtype:
+        raise ArgumentError(
+            f"grad_logits: expected shape {list(logits.shape)}, {logits.dtype}, as the logits, "
+            f"got {list(out.shape)}, {out.dtype}. Allocate it with torch.empty_like(logits)."
+        )
+    same_device("grad_logits", out, logits)
+    no_autograd("grad_logits", out)
+    if (out.shape[-1] > 1 and out.stride(-1) != 1) or not _rows_apart(out) or collapse_one(out) is None:
+        raise ArgumentError(
+            f"grad_logits: expected rows with a last stride of 1 that do not overlap, got strides {out.stride()}. "
+            "Allocate it with torch.empty_like(logits)."
+        )
+    if out.data_ptr() == logits.data_ptr() and out.stride() == logits.stride():
+        return  # in place
+    first, last = _span(out)
+    logits_first, logits_last = _span(logits)
+    if out.numel() and first < logits_last and logits_first < last:
+        raise ArgumentError(
+            "grad_logits: expected memory of its own or exactly the logits', got a partial overlap. "
+            "Pass logits itself to work in place."
+        )
+
+
+def collapse_one(tensor: Tensor) -> object:
+    """Not None if the tensor's leading dimensions fold into two strides."""
+    return collapse(tensor.shape[:-1], [tensor.stride()[:-1]])
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def _flat_mask(mask: Tensor, logits: Tensor) -> Tensor:
+    leading_tensor("row_mask", mask, logits, (torch.bool,))
+    return mask.reshape(-1).contiguous()
+
+
+def _temperature_rows(temperature: Tensor, logits: Tensor) -> Tensor:
+    if temperature.requires_grad:
+        raise ArgumentError("temperature: expected a constant, got requires_grad=True. Detach it.")
+    if temperature.dim() == 0:
+        temperature = temperature.expand(logits.shape[:-1])
+    leading_tensor("temperature", temperature, logits, (torch.float32,))
+    return temperature
+
+
+def _raise_on_invalid(problem: Problem) -> None:
+    ids = problem.token_ids
+    bad = (ids < 0) | (ids >= problem.logits.shape[-1])
+    if problem.ignore_index is not None:
+        bad &= ids != problem.ignore_index
+    rows = bad.any(-1).reshape(-1)
+    if problem.row_mask is not None:
+        rows &= problem.row_mask
+    if not bool(rows.any()):
+        return
+    first = int(rows.nonzero()[0, 0])
+    k = int(bad.reshape(problem.num_rows, -1)[first].nonzero()[0, 0])
+    value = int(ids.reshape(problem.num_rows, -1)[first, k])
+    raise InvalidTokenIdError(
+        f"token_ids: expected ids in [0, {problem.logits.shape[-1]}) or ignore_index, got {value} in row {first}. "
+        "Correct the ids, or pass on_invalid='zero' or 'nan'."
+    )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte and one past the last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _rows_apart(tensor: Tensor) -> bool:
+    extent = tensor.shape[-1]
+    for stride, size in sorted(zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)):
+        if size == 1:
+            continue
+        if stride < extent:
+            return False
+        extent += stride * (size - 1)
+    return True
+
+
+def statistic(name: str, tensor: Tensor, logits: Tensor) -> Tensor:
+    """A saved statistic [...], contiguous."""
+    leading_tensor(name, tensor, logits, (accumulation_dtype(logits.dtype),))
+    return tensor.contiguous()

@@ -1,0 +1,196 @@
+"""The CUDA driver: loads cubins, looks kernels up, launches them. The only module that imports ``cuda``.
+
+Importing it does not touch CUDA. Work happens on first use, once per device, under one lock:
+
+* A cubin becomes one CUlibrary for the process; a kernel becomes one CUfunction per device.
+* Each launch runs in the primary context of the tensor's device, which is pushed when another one (or
+  none, as on autograd's threads) is current. Contexts of other devices are never created.
+* Nothing is unloaded at exit: the driver may be gone by then.
+
+The launch itself goes through ctypes: one call with a prepared argument array costs half of what the
+typed binding costs, and it is on the path of every token batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cuda.bindings import driver as cuda
+
+from fused_logp_hub._errors import DriverError
+from fused_logp_hub._manifest import Cubin, KernelRow, Manifest
+from fused_logp_hub._params import MAX_PARAMS_BYTES
+
+_lock = threading.RLock()
+_devices: dict[int, Device] = {}
+_libraries: dict[Path, Any] = {}
+_libcuda: ctypes.CDLL | None = None
+
+
+class _Arguments(threading.local):
+    """One parameter buffer a thread, and the pointer array that cuLaunchKernel reads it through."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(MAX_PARAMS_BYTES)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.previous = ctypes.c_void_p()
+
+
+_arguments = _Arguments()
+
+
+def libcuda() -> ctypes.CDLL:
+    """The driver's library, initialised; DriverError if there is none."""
+    global _libcuda
+    if _libcuda is not None:
+        return _libcuda
+    with _lock:
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise DriverError(
+                f"libcuda.so.1: expected the NVIDIA driver's library, got none ({error}). "
+                "Install the NVIDIA driver, or use CPU tensors or kernel='reference'."
+            ) from None
+        pointer, count = ctypes.c_void_p, ctypes.c_uint
+        library.cuLaunchKernel.argtypes = [pointer, *[count] * 7, pointer, pointer, pointer]
+        library.cuCtxGetCurrent.argtypes = [pointer]
+        library.cuCtxPushCurrent_v2.argtypes = [pointer]
+        library.cuCtxPopCurrent_v2.argtypes = [pointer]
+        _check(cuda.cuInit(0), "cuInit")
+        _libcuda = library
+    return _libcuda
+
+
+def driver_version() -> int:
+    """cuDriverGetVersion: 13000 for a driver of CUDA 13.0."""
+    libcuda()
+    return int(_check(cuda.cuDriverGetVersion(), "cuDriverGetVersion"))
+
+
+def device_count() -> int:
+    """The number of visible devices."""
+    libcuda()
+    return int(_check(cuda.cuDeviceGetCount(), "cuDeviceGetCount"))
+
+
+class Function:
+    """A kernel that is ready to launch on one device."""
+
+    __slots__ = ("device", "handle", "kernel")
+
+    def __init__(self, device: Device, kernel: KernelRow, handle: int) -> None:
+        self.device = device
+        self.kernel = kernel
+        self.handle = handle
+
+    def launch(self, grid: int, stream: int, layout: struct.Struct, values: Sequence[Any]) -> None:
+        """Pack the parameters and launch on a raw stream of this device; DriverError names the symbol."""
+        library = _libcuda
+        assert library is not None  # a Function exists only after libcuda()
+        arguments, kernel, device = _arguments, self.kernel, self.device
+        layout.pack_into(arguments.buffer, 0, *values)
+        previous = arguments.previous
+        library.cuCtxGetCurrent(ctypes.byref(previous))
+        block = (kernel.threads, 1, 1, kernel.shared_memory)
+        if previous.value == device.context:
+            status = library.cuLaunchKernel(self.handle, grid, 1, 1, *block, stream, arguments.pointers, None)
+        else:
+            with device:
+                status = library.cuLaunchKernel(self.handle, grid, 1, 1, *block, stream, arguments.pointers, None)
+        if status:
+            _check((cuda.CUresult(status),), "cuLaunchKernel", kernel.symbol, device.ordinal)
+
+
+class Device:
+    """A GPU's facts, its primary context, and the kernels loaded on it."""
+
+    def __init__(self, ordinal: int) -> None:
+        libcuda()
+        self.ordinal = ordinal
+        self.driver_cuda = driver_version()
+        self.handle = _check(cuda.cuDeviceGet(ordinal), "cuDeviceGet", device=ordinal)
+        attribute = cuda.CUdevice_attribute
+        self.capability = (
+            self._attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+            self._attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+        )
+        self.multiprocessors = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        name = _check(cuda.cuDeviceGetName(128, self.handle), "cuDeviceGetName", device=ordinal)
+        self.name = name.split(b"\0")[0].decode()
+        context = cuda.cuDevicePrimaryCtxRetain(self.handle)
+        self.context = int(_check(context, "cuDevicePrimaryCtxRetain", device=ordinal))
+        self._functions: dict[tuple[Path, str], Function] = {}
+
+    def _attribute(self, attribute: Any) -> int:
+        value = cuda.cuDeviceGetAttribute(attribute, self.handle)
+        return int(_check(value, "cuDeviceGetAttribute", device=self.ordinal))
+
+    def __enter__(self) -> Device:
+        status = libcuda().cuCtxPushCurrent_v2(self.context)
+        _check((cuda.CUresult(status),), "cuCtxPushCurrent", device=self.ordinal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        libcuda().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def function(self, manifest: Manifest, kernel: KernelRow, cubin: Cubin) -> Function:
+        """The kernel on this device, loaded on first use."""
+        key = (manifest.directory / cubin.file, kernel.symbol)
+        found = self._functions.get(key)
+        if found is None:
+            with _lock:
+                found = self._functions.get(key) or self._load(manifest, kernel, cubin)
+                self._functions[key] = found
+        return found
+
+    def _load(self, manifest: Manifest, kernel: KernelRow, cubin: Cubin) -> Function:
+        library = _library(manifest, cubin, self.ordinal)
+        where = (kernel.symbol, self.ordinal)
+        handle = _check(cuda.cuLibraryGetKernel(library, kernel.symbol.encode()), "cuLibraryGetKernel", *where)
+        with self:
+            function = _check(cuda.cuKernelGetFunction(handle), "cuKernelGetFunction", *where)
+            if kernel.shared_memory:
+                limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _check(cuda.cuFuncSetAttribute(function, limit, kernel.shared_memory), "cuFuncSetAttribute", *where)
+        return Function(self, kernel, int(function))
+
+
+def device(ordinal: int) -> Device:
+    """The device, initialised on first use."""
+    found = _devices.get(ordinal)
+    if found is None:
+        with _lock:
+            found = _devices.get(ordinal) or Device(ordinal)
+            _devices[ordinal] = found
+    return found
+
+
+def _library(manifest: Manifest, cubin: Cubin, ordinal: int) -> Any:
+    path = manifest.directory / cubin.file
+    found = _libraries.get(path)
+    if found is None:
+        data = manifest.read_cubin(cubin)
+        loaded = cuda.cuLibraryLoadData(data, [], [], 0, [], [], 0)
+        found = _libraries[path] = _check(loaded, "cuLibraryLoadData", cubin.file, ordinal)
+    return found
+
+
+def _check(result: Any, call: str, symbol: str = "", device: int | None = None) -> Any:
+    """The value behind a driver call's status, or DriverError with call, code, symbol and device."""
+    status, *values = result
+    if status == cuda.CUresult.CUDA_SUCCESS:
+        return values[0] if values else None
+    _, name = cuda.cuGetErrorName(status)
+    _, text = cuda.cuGetErrorString(status)
+    where = f" for {symbol}" if symbol else ""
+    where += f" on device {device}" if device is not None else ""
+    raise DriverError(
+        f"{call}{where}: expected success, got {(name or b'unknown').decode()} ({int(status)}): "
+        f"{(text or b'no description').decode()}. Run `fused-logp-hub doctor`."
+    )

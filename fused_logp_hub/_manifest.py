@@ -1,0 +1,165 @@
+"""What the wheel ships: the manifest that the build wrote beside the cubins, as data.
+
+Standard library only: it is read, and selection over it is tested, on machines without CUDA or PyTorch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fused_logp_hub._errors import CubinError
+from fused_logp_hub._version import __version__
+
+FORMAT = 1
+CUBIN_DIR = Path(__file__).parent / "cubins"
+REINSTALL = "Reinstall fused-logp-hub."
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """One file of machine code for one architecture."""
+
+    file: str
+    module: str
+    arch: str
+    match: str
+    """minor: same major and at least this minor; family: the same; exact: this capability only."""
+    capability: tuple[int, int]
+    sha256: str
+    size: int
+    min_cuda: int
+    """Smallest cuDriverGetVersion that loads this ELF ABI, such as 12000."""
+    min_driver: str
+    symbols: dict[str, dict[str, int]]
+
+    def mismatch(self, capability: tuple[int, int]) -> str | None:
+        """Why this cubin does not run on a device of that capability; None if it does."""
+        major, minor = self.capability
+        if self.match == "exact":
+            fits = capability == self.capability
+            rule = f"exactly {major}.{minor}"
+        else:
+            fits = capability[0] == major and capability[1] >= minor
+            rule = f"{major}.x with x >= {minor}"
+        return None if fits else f"{self.arch} runs on capability {rule}"
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One kernel as data; see build_tools/kernels.toml for the meaning of each field."""
+
+    op: str
+    name: str
+    dtype: str
+    symbol: str
+    module: str
+    alignment: int
+    threads: int
+    shared_memory: int
+    priority: int
+    auto: bool = True
+    max_rows: int | None = None
+    blocks_per_row: int | None = None
+    blocks_per_multiprocessor: int | None = None
+    tile_bytes: int | None = None
+    max_tiles_per_block: int | None = None
+    items_per_block: int | None = None
+
+    def grid(self, rows: int, row_bytes: int, multiprocessors: int) -> tuple[int, int]:
+        """Blocks to launch for that many rows (or items) of that many bytes, and tiles per block."""
+        if self.blocks_per_row is not None:
+            return rows * self.blocks_per_row, 0
+        if self.blocks_per_multiprocessor is not None:
+            return min(rows, multiprocessors * self.blocks_per_multiprocessor), 0
+        if self.tile_bytes is not None and self.max_tiles_per_block is not None:
+            tiles = -(-row_bytes // self.tile_bytes)
+            # several tiles a block, as long as every multiprocessor gets 16 blocks
+            each = max(1, min(self.max_tiles_per_block, tiles * rows // (16 * multiprocessors)))
+            return rows * -(-tiles // each), each
+        assert self.items_per_block is not None  # the build checks that each row has its kind of grid
+        return -(-rows // self.items_per_block), 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest of one build."""
+
+    directory: Path
+    package_version: str
+    source_commit: str
+    dirty: bool
+    compiler: dict[str, Any]
+    cubins: tuple[Cubin, ...]
+    kernels: tuple[KernelRow, ...]
+
+    def row_thresholds(self, op: str) -> list[int]:
+        """The numbers of rows at which selection for an op can change, ascending."""
+        return sorted({k.max_rows for k in self.kernels if k.op == op and k.max_rows is not None})
+
+    def cubins_of(self, module: str) -> list[Cubin]:
+        return [c for c in self.cubins if c.module == module]
+
+    def architectures(self) -> str:
+        """The shipped architectures, for messages."""
+        return ", ".join(sorted({c.arch for c in self.cubins})) or "none"
+
+    def read_cubin(self, cubin: Cubin) -> bytes:
+        """The file's bytes, after its checksum was compared with the manifest's."""
+        path = self.directory / cubin.file
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CubinError(f"{path}: expected a cubin, got {error.strerror}. {REINSTALL}") from error
+        if len(data) != cubin.size:
+            raise CubinError(f"{path}: expected {cubin.size} bytes, got {len(data)}. {REINSTALL}")
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != cubin.sha256:
+            raise CubinError(f"{path}: expected sha256 {cubin.sha256}, got {digest}. {REINSTALL}")
+        return data
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """Read and check ``directory/manifest.json``; CubinError names the file and what is wrong."""
+    path = directory / "manifest.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CubinError(f"{path}: expected the kernel manifest, got {error.strerror}. {REINSTALL}") from error
+    except ValueError as error:
+        raise CubinError(f"{path}: expected JSON, got {error}. {REINSTALL}") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
+        raise CubinError(f"{path}: expected manifest format {FORMAT}, got {found}. {REINSTALL}")
+    if raw.get("package_version") != __version__:
+        raise CubinError(
+            f"{path}: expected kernels of version {__version__}, got {raw.get('package_version')}. {REINSTALL}"
+        )
+    try:
+        return Manifest(
+            directory=directory,
+            package_version=raw["package_version"],
+            source_commit=raw["source_commit"],
+            dirty=raw["dirty"],
+            compiler=raw["compiler"],
+            cubins=tuple(_cubin(c) for c in raw["cubins"]),
+            kernels=tuple(sorted((KernelRow(**k) for k in raw["kernels"]), key=lambda k: k.priority)),
+        )
+    except (KeyError, TypeError) as error:
+        raise CubinError(f"{path}: expected a complete manifest, got {error!r}. {REINSTALL}") from error
+
+
+def _cubin(raw: dict[str, Any]) -> Cubin:
+    fields = {name: raw[name] for name in Cubin.__dataclass_fields__}
+    fields["capability"] = tuple(fields["capability"])
+    return Cubin(**fields)
+
+
+@lru_cache(maxsize=1)
+def shipped() -> Manifest:
+    """The manifest of the installed package."""
+    return load_manifest(CUBIN_DIR)

@@ -1,0 +1,106 @@
+"""The `reference` kernel: the contract in plain PyTorch, for CPU tensors and for comparison.
+
+Works on rows in chunks, so its extra memory is bounded. Same formulas, statistics and special cases as
+the CUDA kernels; float32 arithmetic (float64 for float64 logits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fused_logp_hub._problem import Problem, accumulation_dtype
+
+CHUNK_ELEMENTS = 1 << 22
+
+
+def forward(
+    problem: Problem,
+    logp: Tensor,
+    row_max: Tensor | None,
+    log_sum: Tensor | None,
+    entropy: Tensor | None,
+) -> None:
+    """Write logp [N, K] and, where given, the statistics [N] of every row."""
+    for out in (logp, row_max, log_sum, entropy):
+        if out is not None:
+            out.zero_()
+    ids, ignored, valid = _classify(problem)
+    for rows, x, inv_t in _chunks(problem, _active(problem, ignored)):
+        top = x.amax(-1, keepdim=True)
+        d = (x - top) * inv_t
+        e = d.exp()
+        s = e.sum(-1, keepdim=True)
+        log_s = s.log()
+        target = x.gather(-1, ids[rows].where(valid[rows], 0))
+        values = (target - top) * inv_t - log_s
+        missing = 0.0 if not problem.invalid_is_nan else float("nan")
+        values = values.where(valid[rows], missing).where(~ignored[rows], 0.0)
+        logp[rows] = values.to(logp.dtype)
+        if row_max is not None:
+            row_max[rows] = (top * inv_t).squeeze(-1)
+        if log_sum is not None:
+            log_sum[rows] = log_s.squeeze(-1)
+        if entropy is not None:
+            # the bound turns 0 * -inf into 0 and leaves NaN rows NaN through e
+            entropy[rows] = (log_s - (e * d.clamp(min=-1e30)).sum(-1, keepdim=True) / s).squeeze(-1)
+
+
+def backward(
+    problem: Problem,
+    row_max: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor | None,
+    grad_logp: Tensor,
+    grad_entropy: Tensor | None,
+    grad_logits: Tensor,
+) -> None:
+    """Write grad_logits [N, V] from grad_logp [N, K] and grad_entropy [N]."""
+    acc = accumulation_dtype(problem.logits.dtype)
+    ids, ignored, valid = _classify(problem)
+    used = grad_logp.to(acc).where(valid, 0.0)
+    if problem.invalid_is_nan:
+        used = used.masked_fill(~valid & ~ignored, float("nan"))
+    weight = used.sum(-1)
+    entropy_weight = torch.zeros_like(weight) if grad_entropy is None else grad_entropy.to(acc)
+    active = _active(problem, ignored)
+    reads = active & ((weight != 0) | (entropy_weight != 0))
+    scatters = active & (used != 0).any(-1)
+    grad_logits[~(reads | scatters)] = 0
+    for rows, x, inv_t in _chunks(problem, reads | scatters):
+        lp = (x * inv_t - row_max[rows, None]) - log_sum[rows, None]
+        w = weight[rows, None]
+        if entropy is not None and grad_entropy is not None:
+            w = w + entropy_weight[rows, None] * (lp.clamp(min=-1e3) + entropy[rows, None])
+        # rows with no weight are 0 but for their ids, whatever the logits hold
+        grad = (-(lp.exp() * w)).where(reads[rows, None], 0.0)
+        grad.scatter_add_(-1, ids[rows].where(valid[rows], 0), used[rows].where(valid[rows], 0.0))
+        grad_logits[rows] = (grad * inv_t).to(grad_logits.dtype)
+
+
+def _classify(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """ids as int64 [N, K], and which are ignored and which valid."""
+    ids = problem.token_ids.long()
+    ignored = torch.zeros_like(ids, dtype=torch.bool)
+    if problem.ignore_index is not None:
+        ignored = ids == problem.ignore_index
+    return ids, ignored, (ids >= 0) & (ids < problem.logits.shape[-1]) & ~ignored
+
+
+def _active(problem: Problem, ignored: Tensor) -> Tensor:
+    active = ~ignored.all(-1)
+    return active if problem.row_mask is None else active & problem.row_mask.bool()
+
+
+def _chunks(problem: Problem, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Row numbers, their logits in the accumulation dtype, and 1 / T [rows, 1], a chunk at a time."""
+    logits = problem.logits
+    acc = accumulation_dtype(logits.dtype)
+    for rows in wanted.nonzero()[:, 0].split(max(1, CHUNK_ELEMENTS // logits.shape[-1])):
+        if problem.temperature_rows is None:
+            inv_t = torch.full((rows.numel(), 1), 1.0 / problem.temperature, dtype=acc, device=logits.device)
+        else:
+            inv_t = 1.0 / problem.temperature_rows[rows].to(acc)[:, None]
+        yield rows, logits[rows].to(acc), inv_t

@@ -1,0 +1,175 @@
+// Forward: logp[r, k] = logits[r, ids[r, k]] / T - logsumexp(logits[r, :] / T), with the row's
+// maximum, log-sum and entropy where asked for. Reads V elements a row, writes a few numbers.
+//
+// The order of every reduction is a function of V and the dtype, never of the number of rows, the
+// address, or how many blocks share a row:
+//   vector   16 bytes of consecutive columns
+//   tile     128 threads x 8 vectors (16 KiB; 2 vectors for float64): thread t takes vectors t, t + 128, ...
+//   segment  at least 2 tiles, at most 16 segments a row: each of the 128 threads, a group, runs an
+//            online softmax over its columns, then each warp reduces to one state, a "leaf"
+//   row      one warp merges the row's leaves (segments x 4) in a fixed order
+// So one group can do all segments in turn, or each group of a cluster one of them, and the bits agree.
+#pragma once
+#include "reader.cuh"
+#include "row.cuh"
+#include "softmax_state.cuh"
+
+constexpr int kGroup = 128;  // threads that work on one segment together
+constexpr int kGroupWarps = kGroup / kWarp;
+// Vectors per thread and tile. Double-precision exp is long code: fewer copies of it.
+template <class T>
+constexpr int kVectors = sizeof(typename T::Bits) == 8 ? 2 : 8;
+template <class T>
+constexpr u32 kTileBytes = kGroup * kVectors<T> * 16;
+constexpr int kMaxSegments = 16;
+constexpr int kMaxLeaves = kMaxSegments * kGroupWarps;
+
+template <class T>
+constexpr u32 kTileColumns = kGroup * kVectors<T> * T::kVec;
+
+// Resident groups a multiprocessor that the register budget is set for: 6 have 96 KiB in flight.
+// float32 logits and Blackwell code need a few registers more.
+#if __CUDA_ARCH__ >= 1000
+template <class T>
+constexpr int kForwardBlocks = 4;
+#else
+template <class T>
+constexpr int kForwardBlocks = sizeof(typename T::Bits) == 4 ? 5 : 6;
+#endif
+
+struct Segmentation {
+  u32 tiles, tiles_per_segment, segments;
+
+  __device__ __forceinline__ Segmentation(i64 vocab_size, u32 tile_columns) {
+    tiles = (static_cast<u32>(vocab_size) + tile_columns - 1) / tile_columns;
+    tiles_per_segment = (tiles + kMaxSegments - 1) / kMaxSegments;
+    if (tiles_per_segment < 2) tiles_per_segment = 2;
+    segments = (tiles + tiles_per_segment - 1) / tiles_per_segment;
+  }
+};
+
+template <class Acc>
+struct Leaves {
+  Acc m[kMaxLeaves], s[kMaxLeaves], u[kMaxLeaves];
+
+  __device__ __forceinline__ void put(int i, const SoftmaxState<Acc>& x) {
+    m[i] = x.m;
+    s[i] = x.s;
+    u[i] = x.u;
+  }
+  __device__ __forceinline__ SoftmaxState<Acc> get(int i) const { return {m[i], s[i], u[i]}; }
+
+#if __CUDA_ARCH__ >= 900
+  // put, into the same variable of another block of the cluster
+  __device__ __forceinline__ void put_remote(u32 rank, int i, const SoftmaxState<Acc>& x) {
+    store_remote(shared_address_of_rank(m + i, rank), x.m);
+    store_remote(shared_address_of_rank(s + i, rank), x.s);
+    store_remote(shared_address_of_rank(u + i, rank), x.u);
+  }
+#endif
+};
+
+// Where the leaf of this thread's warp goes, for a segment.
+__device__ __forceinline__ int leaf_index(u32 segment) {
+  return segment * kGroupWarps + threadIdx.x % kGroup / kWarp;
+}
+
+template <bool kEntropy, class Acc>
+__device__ __forceinline__ SoftmaxState<Acc> merge_leaves(const Leaves<Acc>& leaves, int count, Acc scale) {
+  SoftmaxState<Acc> state = SoftmaxState<Acc>::empty();
+#pragma unroll 1
+  for (int i = threadIdx.x % kWarp; i < count; i += kWarp)
+    state.template merge<kEntropy>(leaves.get(i), scale);
+  state.template reduce_warp<kEntropy>(scale);
+  return state;
+}
+
+// The row's state from its leaves; called by one whole warp.
+template <class Acc>
+__device__ __forceinline__ SoftmaxState<Acc> merge_leaves(const LogpParams& p, const Leaves<Acc>& leaves,
+                                                          const Segmentation& seg, Acc scale) {
+  const int count = seg.segments * kGroupWarps;
+  return p.entropy != nullptr ? merge_leaves<true>(leaves, count, scale)
+                              : merge_leaves<false>(leaves, count, scale);
+}
+
+// The logits at the row's ids. Lane k of the warp that will write the row asks for the k-th one before
+// the row is scanned, so that its latency is hidden; ids beyond the 32nd are fetched at the end.
+template <class T>
+struct TargetLogit {
+  using Acc = typename T::Acc;
+  Acc logit;
+
+  static __device__ __forceinline__ Acc fetch(const LogpParams& p, const RowIndex& at, u32 k) {
+    const i64 id = token_id(p, at, k);
+    return is_valid(p, id) ? T::to_acc(row_start<T>(p, at)[id]) : Acc(0);
+  }
+
+  __device__ __forceinline__ void prefetch(const LogpParams& p, const RowIndex& at) {
+    const u32 lane = threadIdx.x % kWarp;
+    logit = lane < p.num_ids ? fetch(p, at, lane) : Acc(0);
+  }
+};
+
+template <class Acc>
+__device__ __forceinline__ void store_statistic(void* out, u32 row, Acc value) {
+  if (out != nullptr) static_cast<Acc*>(out)[row] = value;
+}
+
+// Writes all results of a row that was read; called by one whole warp.
+template <class T>
+__device__ __forceinline__ void write_row(const LogpParams& p, u32 row, const RowIndex& at,
+                                          const SoftmaxState<typename T::Acc>& state,
+                                          const TargetLogit<T>& target, typename T::Acc inv_t) {
+  using Acc = typename T::Acc;
+  const int lane = threadIdx.x % kWarp;
+  const Acc log_sum = state.log_sum(Math<Acc>::scale(inv_t));
+  if (lane == 0) {
+    store_statistic(p.row_max, row, state.m * inv_t);
+    store_statistic(p.log_sum, row, log_sum);
+    store_statistic(p.entropy, row, state.entropy());
+  }
+#pragma unroll 1
+  for (u32 k = lane; k < p.num_ids; k += kWarp) {
+    const i64 id = token_id(p, at, k);
+    Acc logp = 0;
+    if (is_valid(p, id)) {
+      const Acc x = k < kWarp ? target.logit : TargetLogit<T>::fetch(p, at, k);
+      logp = (x - state.m) * inv_t - log_sum;
+    } else if (p.invalid_is_nan && !is_ignored(p, id)) {
+      logp = Math<Acc>::nan();
+    }
+    store_as(p.logp, row * p.num_ids + k, p.logp_dtype, logp);
+  }
+}
+
+// Writes the zeros of a row that was left out; called by one thread.
+template <class Acc>
+__device__ __forceinline__ void write_skipped_row(const LogpParams& p, u32 row) {
+  store_statistic(p.row_max, row, Acc(0));
+  store_statistic(p.log_sum, row, Acc(0));
+  store_statistic(p.entropy, row, Acc(0));
+#pragma unroll 1
+  for (u32 k = 0; k < p.num_ids; ++k) store_as(p.logp, row * p.num_ids + k, p.logp_dtype, Acc(0));
+}
+
+// Calls visit(v) with this thread's vectors of each tile in [first, last), in order.
+template <class T, bool kAligned, class Visit>
+__device__ __forceinline__ void visit_tiles(const RowReader<T>& reader, u32 first, u32 last, Visit visit) {
+  constexpr u32 kColumns = kTileColumns<T>, kStep = kGroup * T::kVec;
+  u32 c = first * kColumns + threadIdx.x % kGroup * T::kVec;
+#pragma unroll 1
+  for (u32 tile = first; tile < last; ++tile, c += kColumns) {
+    // A shifted reader also touches the vector's neighbours, so the row's first tile is guarded too.
+    const bool whole = kAligned ? (tile + 1) * kColumns <= reader.vocab_size
+                                : tile > 0 && (tile + 1) * kColumns + T::kVec <= reader.vocab_size;
+    Vec16 v[kVectors<T>];
+    if (whole) {
+#pragma unroll
+      for (int j = 0; j < kVectors<T>; ++j) v[j] = reader.template load<kAligned>(c + j * kStep);
+    } else {
+      reader.template load_guarded<kAligned>(v, c, kStep);
+    }
+    visit(v);
+  }
+}

@@ -1,0 +1,25 @@
+// The kernels that run on every architecture and on rows of any alignment: one block a row.
+#include "backward.cuh"
+#include "forward_generic.cuh"
+#include "row_mask.cuh"
+
+#define LOGP_KERNELS(T, suffix)                                              \
+  extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)        \
+      logp_forward_online_##suffix(const __grid_constant__ LogpParams p) {   \
+    forward_row_per_block<OnlineScan, T>(p);                                 \
+  }                                                                          \
+  extern "C" __global__ void __launch_bounds__(kGroup, 4)                      \
+      logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) { \
+    forward_row_per_block<TwoPassScan, T>(p);                                \
+  }                                                                          \
+  extern "C" __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks<T>) \
+      logp_backward_##suffix(const __grid_constant__ LogpParams p) {         \
+    backward_block<T>(p);                                                     \
+  }
+
+LOGP_KERNELS(BF16, bf16)
+LOGP_KERNELS(F16, f16)
+LOGP_KERNELS(F32, f32)
+LOGP_KERNELS(F64, f64)
+
+extern "C" __global__ void row_mask_scatter(const __grid_constant__ RowMaskParams p) { scatter_row_mask(p); }

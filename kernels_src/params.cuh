@@ -1,0 +1,61 @@
+// The plain-data structs that kernels take by value. fused_logp_hub/_params.py packs the same bytes;
+// tests/test_params.py compares the two field by field.
+#pragma once
+
+using i32 = int;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+using u8 = unsigned char;
+
+// Row r lies at data + (r / inner_rows) * outer + (r % inner_rows) * inner, strides in elements:
+// enough for [B, T] leading dimensions in any order, sliced or expanded.
+struct RowView {
+  const void* data;
+  i64 outer;
+  i64 inner;
+};
+
+struct LogpParams {
+  RowView logits;  // the vocabulary's stride is 1
+  RowView token_ids;
+  i64 token_ids_last;   // stride between the ids of one row
+  RowView temperature;  // float32, one per row; data == nullptr: inv_temperature holds for all
+  void* logp;           // [num_rows, num_ids], contiguous; the only required output
+  void* row_max;        // [num_rows], float32 (float64 for float64 logits); written by the forward
+  void* log_sum;        //   where not nullptr, read by the backward
+  void* entropy;
+  const u8* row_mask;  // [num_rows], 0: leave the row out; nullptr: all rows
+  i64 num_rows;
+  i64 inner_rows;
+  i64 vocab_size;  // below 2^31, so columns fit in 32 bits; offsets of rows do not
+  i64 num_ids;  // at most kMaxIds
+  i64 ignore_index;
+  double inv_temperature;
+  i32 use_ignore_index;
+  i32 invalid_is_nan;  // what an id outside [0, vocab_size) gives: NaN, or 0
+  i32 token_id_bytes;  // 4 or 8
+  i32 logp_dtype;      // a DType
+  // From here on read by the backward only.
+  RowView grad_logits;  // may be the logits themselves
+  RowView grad_logp;
+  i64 grad_logp_last;
+  RowView grad_entropy;  // data == nullptr: no gradient comes through the entropy
+  i32 grad_logp_dtype;
+  i32 grad_entropy_dtype;
+  i32 tiles_per_block;  // consecutive tiles of one row that a block of the backward takes
+  i32 unused;
+};
+
+struct RowMaskParams {
+  const void* row_indices;
+  i64 stride;
+  i64 count;
+  u8* row_mask;
+  i64 num_rows;
+  i32 index_bytes;  // 4 or 8
+  i32 unused;
+};
+
+// Codes for the tensors whose dtype is a field and not an instantiation.
+enum DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };

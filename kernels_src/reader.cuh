@@ -1,0 +1,120 @@
+// Reading 16 bytes' worth of one row's logits, starting at a given column, from global memory.
+//
+// Which columns a thread gets depends on the column index alone, so that a row's bits do not depend on
+// its address. A row of odd length starts anywhere: its columns [c, c + kVec) then straddle two aligned
+// 16-byte granules, and the reader loads both (the neighbouring thread's granule comes from L1) and
+// shifts. No byte outside the row is read.
+#pragma once
+#include "numeric.cuh"
+
+template <class T>
+struct RowReader {
+  const typename T::Bits* row;
+  u32 vocab_size;
+  u32 shift;  // bytes by which (row + c) lies behind a 16-byte boundary, for every c this reader is asked for
+
+  __device__ __forceinline__ RowReader(const void* row_start, i64 vocab_size, u32 first_column = 0)
+      : row(static_cast<const typename T::Bits*>(row_start)),
+        vocab_size(static_cast<u32>(vocab_size)),
+        shift(static_cast<u32>(reinterpret_cast<u64>(row + first_column)) & 15u) {}
+
+  template <bool kAligned>
+  __device__ __forceinline__ Vec16 load(u32 c) const {
+    if constexpr (kAligned) {
+      return *reinterpret_cast<const Vec16*>(row + c);
+    } else {
+      const char* at = reinterpret_cast<const char*>(row + c) - shift;
+      const Vec16 lo = reinterpret_cast<const Vec16*>(at)[0];
+      const Vec16 hi = reinterpret_cast<const Vec16*>(at)[1];
+      return realign(lo, hi);
+    }
+  }
+
+  // As load, for a vector that may lie at an end of the row: columns behind the last one read as -inf.
+  template <bool kAligned>
+  __device__ __forceinline__ Vec16 load_guarded(u32 c) const {
+    return is_inside<kAligned>(c) ? load<kAligned>(c) : load_elements(c);
+  }
+
+  // The same for vectors c, c + step, ..., kVec * 2 <= step. Besides column 0, a thread has at most one
+  // vector at an end of the row, so the long code for one stands here twice and not kCount times.
+  template <bool kAligned, int kCount>
+  __device__ __forceinline__ void load_guarded(Vec16 (&v)[kCount], u32 c, u32 step) const {
+    u32 end = 0;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j)
+      if (is_end<kAligned>(c + j * step)) end = c + j * step;
+    Vec16 at_start = {}, at_end = {};
+    if (c == 0 && !is_inside<kAligned>(0)) at_start = load_elements(0);
+    if (end != 0) at_end = load_elements(end);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const u32 at = c + j * step;
+      if (is_inside<kAligned>(at)) v[j] = load<kAligned>(at);
+      else v[j] = at >= vocab_size ? nothing() : at == 0 ? at_start : at_end;
+    }
+  }
+
+  // The elements one by one: any address, columns behind the last one read as -inf.
+  __device__ __forceinline__ Vec16 load_elements(u32 c) const {
+    typename T::Bits bits[T::kVec];
+#pragma unroll
+    for (int i = 0; i < T::kVec; ++i) bits[i] = c + i < vocab_size ? row[c + i] : T::kNegInf;
+    return gather(bits);
+  }
+
+  static __device__ __forceinline__ Vec16 nothing() {
+    typename T::Bits bits[T::kVec];
+#pragma unroll
+    for (int i = 0; i < T::kVec; ++i) bits[i] = T::kNegInf;
+    return gather(bits);
+  }
+
+ private:
+  // Whether load touches nothing outside the row.
+  template <bool kAligned>
+  __device__ __forceinline__ bool is_inside(u32 c) const {
+    return kAligned ? c + T::kVec <= vocab_size : c >= T::kVec && c + 2 * T::kVec <= vocab_size;
+  }
+
+  template <bool kAligned>
+  __device__ __forceinline__ bool is_end(u32 c) const {
+    return c != 0 && c < vocab_size && !is_inside<kAligned>(c);
+  }
+
+  // Bytes [shift, shift + 16) of lo:hi, in three steps of constant register indices.
+  __device__ __forceinline__ Vec16 realign(const Vec16& lo, const Vec16& hi) const {
+    u32 w[8] = {lo.w[0], lo.w[1], lo.w[2], lo.w[3], hi.w[0], hi.w[1], hi.w[2], hi.w[3]};
+    const bool by8 = shift & 8u, by4 = shift & 4u;
+#pragma unroll
+    for (int i = 0; i < 6; ++i) w[i] = by8 ? w[i + 2] : w[i];
+    if constexpr (sizeof(typename T::Bits) < 8) {
+#pragma unroll
+      for (int i = 0; i < 5; ++i) w[i] = by4 ? w[i + 1] : w[i];
+    }
+    Vec16 v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      v.w[i] = sizeof(typename T::Bits) < 4 ? __funnelshift_r(w[i], w[i + 1], (shift & 3u) * 8u) : w[i];
+    return v;
+  }
+
+  static __device__ __forceinline__ Vec16 gather(const typename T::Bits* bits) {
+    constexpr int kPerWord = sizeof(typename T::Bits) < 4 ? 2 : 1;
+    Vec16 v;
+    if constexpr (sizeof(typename T::Bits) == 8) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        v.w[2 * i] = static_cast<u32>(bits[i]);
+        v.w[2 * i + 1] = static_cast<u32>(bits[i] >> 32);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v.w[i] = bits[i * kPerWord];
+        if constexpr (kPerWord == 2) v.w[i] |= static_cast<u32>(bits[2 * i + 1]) << 16;
+      }
+    }
+    return v;
+  }
+};

@@ -1,0 +1,52 @@
+// What a row is before any logit is read: where it lies, whether it counts, which ids it asks for.
+#pragma once
+#include "numeric.cuh"
+
+struct RowIndex {
+  u32 outer, inner;  // num_rows < 2^31
+
+  __device__ __forceinline__ RowIndex(u32 row, i64 inner_rows) : outer(0), inner(row) {
+    const u32 size = static_cast<u32>(inner_rows);
+    if (row < size) return;  // one leading dimension, the usual case: no division
+    outer = row / size;
+    inner = row - outer * size;
+  }
+
+  __device__ __forceinline__ i64 offset(const RowView& v) const {
+    return outer * v.outer + inner * v.inner;
+  }
+};
+
+__device__ __forceinline__ i64 token_id(const LogpParams& p, const RowIndex& at, u32 k) {
+  const i64 i = at.offset(p.token_ids) + k * p.token_ids_last;
+  return p.token_id_bytes == 8 ? static_cast<const i64*>(p.token_ids.data)[i]
+                               : static_cast<i64>(static_cast<const int*>(p.token_ids.data)[i]);
+}
+
+__device__ __forceinline__ bool is_ignored(const LogpParams& p, i64 id) {
+  return p.use_ignore_index && id == p.ignore_index;
+}
+
+__device__ __forceinline__ bool is_valid(const LogpParams& p, i64 id) {
+  return id >= 0 && id < p.vocab_size && !is_ignored(p, id);
+}
+
+// Whether any logit of the row is needed: it is not masked out and not all of its ids are ignored.
+__device__ __forceinline__ bool is_active(const LogpParams& p, u32 row, const RowIndex& at) {
+  if (p.row_mask != nullptr && p.row_mask[row] == 0) return false;
+#pragma unroll 1
+  for (u32 k = 0; k < p.num_ids; ++k)
+    if (!is_ignored(p, token_id(p, at, k))) return true;
+  return false;
+}
+
+template <class T>
+__device__ __forceinline__ const typename T::Bits* row_start(const LogpParams& p, const RowIndex& at) {
+  return static_cast<const typename T::Bits*>(p.logits.data) + at.offset(p.logits);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc inverse_temperature(const LogpParams& p, const RowIndex& at) {
+  if (p.temperature.data == nullptr) return static_cast<Acc>(p.inv_temperature);
+  return Acc(1) / static_cast<Acc>(static_cast<const float*>(p.temperature.data)[at.offset(p.temperature)]);
+}

@@ -1,0 +1,73 @@
+"""Markers, options and fixtures. GPU tests skip where there is no GPU, or fail with ``--require-gpu``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if str(Path(__file__).parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require-gpu", action="store_true", help="a missing GPU is an error, not a reason to skip"
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    if config.getoption("--require-gpu") and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            "--require-gpu: expected a CUDA device, got none. Run on a GPU machine."
+        )
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; there is none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Each device in turn."""
+    return request.param
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The symbols that were really handed to the driver, in order."""
+    from fused_logp_hub import _driver
+
+    symbols = []
+    launch = _driver.Function.launch
+
+    def recording(self, *args, **kwargs):
+        launch(self, *args, **kwargs)
+        symbols.append(self.kernel.symbol)
+
+    monkeypatch.setattr(_driver.Function, "launch", recording)
+    return symbols
+
+
+@pytest.fixture
+def without_clusters(monkeypatch):
+    """The selector as on a batch with many rows, so that small cases also reach the block-a-row kernel."""
+    from dataclasses import replace
+
+    from fused_logp_hub import _launch, _manifest
+
+    shipped = _manifest.shipped()
+    kept = tuple(k for k in shipped.kernels if k.max_rows is None)
+    assert len(kept) < len(shipped.kernels)
+    reduced = replace(shipped, kernels=kept)
+    monkeypatch.setattr(_manifest, "shipped", lambda: reduced)
+    monkeypatch.setattr(_launch, "_plans", {})
+    monkeypatch.setattr(_launch, "_thresholds", {})

@@ -1,0 +1,1 @@
+"""What the tests share; found through pythonpath in pyproject.toml, or the path that conftest.py adds."""

@@ -1,0 +1,70 @@
+"""The kernels a test can force, on which device, and the symbols that then must have run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+SUFFIX = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``kernel`` is the argument; ``forward`` lists the symbols' middle parts that may run for it."""
+
+    device: str
+    kernel: str
+    forward: tuple[str, ...] = ()
+    few_rows: bool = True
+    """False: select as for many rows, so that small cases reach the block-a-row kernel too."""
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.gpu] if self.device == "cuda" else []
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.kernel}" + ("" if self.few_rows else "-many")
+
+
+VARIANTS = [
+    Variant("cpu", "auto"),
+    Variant("cuda", "reference"),
+    Variant("cuda", "auto", ("online", "cluster", "tma")),
+    Variant("cuda", "online", ("online", "cluster")),
+    Variant("cuda", "online", ("online",), few_rows=False),
+    Variant("cuda", "two_pass", ("two_pass",)),
+    Variant("cuda", "tma", ("tma",)),
+]
+
+
+def tma_fits(logits: Tensor, copied: bool) -> bool:
+    """Whether the bulk copy can run: Hopper, and every row on a 16-byte boundary once it is readable."""
+    if torch.cuda.get_device_capability(logits.device) != (9, 0):
+        return False
+    if copied:
+        logits = logits.contiguous()
+    starts = logits.new_tensor(0, dtype=torch.int64) + logits.data_ptr()
+    for length, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        starts = starts[..., None] + torch.arange(length, device=starts.device) * (
+            stride * logits.element_size()
+        )
+    return bool((starts % 16 == 0).all())
+
+
+def assert_ran(
+    symbols: list[str], variant: Variant, dtype: torch.dtype, *, forwards: int, backwards: int = 0
+) -> None:
+    """Exactly the forced kernel ran, so often; on the CPU and for the reference none at all."""
+    if variant.device == "cpu" or variant.kernel == "reference":
+        forwards = backwards = 0
+    logp = [s for s in symbols if s.startswith("logp_")]
+    allowed = {f"logp_forward_{part}_{SUFFIX[dtype]}" for part in variant.forward}
+    assert [s in allowed for s in logp if s.startswith("logp_forward")] == [True] * forwards, (
+        symbols
+    )
+    assert [s for s in logp if s.startswith("logp_backward")] == [
+        f"logp_backward_{SUFFIX[dtype]}"
+    ] * backwards, symbols

@@ -1,0 +1,139 @@
+"""The parameter structs: kernels_src/params.cuh, parsed as text, against the bytes that Python packs."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from fused_logp_hub import _params
+
+HEADER = Path(__file__).resolve().parent.parent / "kernels_src" / "params.cuh"
+# Size, and so alignment, of what the structs are made of; any pointer is 8 bytes.
+SIZES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8, "u8": 1, "double": 8, "float": 4}
+# struct's codes that Python may pack for each, one a scalar.
+CODES = {
+    "i32": "i",
+    "u32": "I",
+    "i64": "q",
+    "u64": "Q",
+    "double": "d",
+    "float": "f",
+    "pointer": "Q",
+}
+
+
+@pytest.fixture(scope="module")
+def header() -> str:
+    if not HEADER.exists():
+        pytest.skip(f"{HEADER} is not there: these tests run without the sources")
+    return re.sub(r"//[^\n]*", "", HEADER.read_text(encoding="utf-8"))
+
+
+def fields_of(header: str, name: str) -> list[tuple[str, str]]:
+    """(type, field) in order; a pointer's type is "pointer"."""
+    body = re.search(rf"struct {name} \{{(.*?)\}};", header, re.DOTALL)
+    assert body, f"no struct {name}"
+    fields = []
+    for declaration in filter(None, (d.strip() for d in body[1].split(";"))):
+        kind, pointer, field = re.fullmatch(
+            r"(?:const )?(\w+)\s*(\*?)\s+?(\w+)", declaration.replace("*", "* ")
+        ).groups()
+        fields.append(("pointer" if pointer else kind, field))
+    return fields
+
+
+def scalars_of(header: str, name: str) -> list[tuple[str, str]]:
+    """(scalar type, field) with nested structs taken apart."""
+    scalars = []
+    for kind, field in fields_of(header, name):
+        if kind == "pointer" or kind in SIZES:
+            scalars.append((kind, field))
+        else:
+            scalars += [(inner, field) for inner, _ in scalars_of(header, kind)]
+    return scalars
+
+
+def offsets(kinds: list[str]) -> tuple[list[int], int]:
+    """Where a C compiler puts each scalar, and the size of the whole."""
+    at, result, widest = 0, [], 1
+    for kind in kinds:
+        size = SIZES.get(kind, 8)
+        at += -at % size
+        result.append(at)
+        at, widest = at + size, max(widest, size)
+    return result, at + -at % widest
+
+
+STRUCTS = [
+    (
+        "LogpParams",
+        _params.LOGP_FORWARD_FIELDS + _params.LOGP_BACKWARD_FIELDS,
+        _params.LOGP_BACKWARD,
+    ),
+    ("RowMaskParams", _params.ROW_MASK_FIELDS, _params.ROW_MASK),
+]
+
+
+@pytest.mark.parametrize(("name", "packed", "layout"), STRUCTS, ids=[s[0] for s in STRUCTS])
+class TestStruct:
+    def test_fields(self, header, name, packed, layout):
+        """The same names in the same order."""
+        assert [field for field, _ in packed] == [field for _, field in fields_of(header, name)]
+
+    def test_types(self, header, name, packed, layout):
+        """Each scalar packed as what it is: width, sign, and kind of number."""
+        ours = [(code, field) for field, codes in packed for code in codes]
+        assert ours == [(CODES[kind], field) for kind, field in scalars_of(header, name)]
+
+    def test_offsets(self, header, name, packed, layout):
+        """Python packs without padding, so the C struct may have none, inside or at its end."""
+        kinds = [kind for kind, _ in scalars_of(header, name)]
+        expected, size = offsets(kinds)
+        codes = "".join(codes for _, codes in packed)
+        assert [struct.calcsize("=" + codes[:i]) for i in range(len(codes))] == expected
+        assert layout.size == size
+        assert layout.format == "=" + codes
+
+
+def test_the_forward_reads_a_prefix(header):
+    """Up to where the header says that the backward's own fields begin, and whole 8-byte words."""
+    text = HEADER.read_text(encoding="utf-8")
+    body = text[text.index("struct LogpParams") :]
+    before, after = (
+        body[: body.index("read by the backward only")],
+        body[body.index("read by the backward only") :],
+    )
+    assert _params.LOGP_FORWARD_FIELDS[-1][0] in before
+    assert _params.LOGP_BACKWARD_FIELDS[0][0] in after
+    assert f" {_params.LOGP_BACKWARD_FIELDS[0][0]};" not in before
+    assert _params.LOGP_FORWARD.size % 8 == 0
+
+
+def test_dtype_codes(header):
+    enum = re.search(r"enum DType : i32 \{(.*?)\}", header)[1]
+    codes = {
+        name.strip()[1:].lower(): int(value)
+        for name, value in (item.split("=") for item in enum.split(","))
+    }
+    assert codes == _params.DTYPE_CODES
+
+
+def test_the_buffer_holds_every_struct():
+    """One buffer a thread serves all kernels; kernel parameters may not exceed 4 KiB."""
+    largest = max(
+        layout.size for layout in (_params.LOGP_FORWARD, _params.LOGP_BACKWARD, _params.ROW_MASK)
+    )
+    assert largest <= _params.MAX_PARAMS_BYTES <= 4096
+
+
+def test_most_ids_a_row(header):
+    """The limit that is checked in Python is the size of the kernel's shared arrays."""
+    from fused_logp_hub import _checks
+
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in sorted(HEADER.parent.glob("*.cuh"))
+    )
+    assert int(re.search(r"kMaxIds = (\d+);", sources)[1]) == _checks.MAX_IDS
