@@ -49,11 +49,7 @@ class Reference:
         self.vocab = case.shape.vocab
         self.logits = case.logits[0]
         self.ids = case.token_ids.reshape(-1)
-        self.keep = (
-            torch.ones_like(self.ids, dtype=torch.bool)
-            if case.row_mask is None
-            else case.row_mask.reshape(-1)
-        )
+        self.keep = torch.ones_like(self.ids, dtype=torch.bool) if case.row_mask is None else case.row_mask.reshape(-1)
         self.lse = torch.cat([x.logsumexp(-1) for _, x in self._chunks()])
         target = torch.cat([x.gather(-1, self.ids[rows, None])[:, 0] for rows, x in self._chunks()])
         self.logp = (target - self.lse).where(self.keep, 0.0)
@@ -61,9 +57,7 @@ class Reference:
     def check_forward(self, logp: Tensor, rounded: bool = False) -> Verdict:
         """Judge logp, any float dtype, of the ids' shape."""
         if logp.numel() != self.logp.numel():
-            return Verdict(
-                math.nan, f"{list(logp.shape)} values for {list(self.case.token_ids.shape)}"
-            )
+            return Verdict(math.nan, f"{list(logp.shape)} values for {list(self.case.token_ids.shape)}")
         got = logp.detach().reshape(-1).double()
         if not bool(torch.isfinite(got).all()):
             return Verdict(math.nan, "NaN" if bool(got.isnan().any()) else "infinite")

@@ -122,18 +122,13 @@ def _cell(row: Row | None) -> str:
     if row is None:
         return ""
     if row.p50 is None:
-        return (
-            row.status.split(": ", 1)[1]
-            if row.status.startswith("wrong")
-            else row.status.split(":")[0]
-        )
+        return row.status.split(": ", 1)[1] if row.status.startswith("wrong") else row.status.split(":")[0]
     return microseconds(row.p50)
 
 
 def _first_call(card: Card) -> str:
     rows = [
-        [names.label(r["provider"]), r["shape"], *(_number(r[k]) for k in _MS), r["status"]]
-        for r in card.first_call
+        [names.label(r["provider"]), r["shape"], *(_number(r[k]) for k in _MS), r["status"]] for r in card.first_call
     ]
     return markdown(["", "logits", "import", "first call", "second call", "status"], rows)
 

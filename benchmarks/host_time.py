@@ -55,14 +55,10 @@ def _ours(case: Case) -> list[Timed]:
     grad = torch.empty_like(logits)
 
     def forward_out() -> Tensor:
-        return fused_logp_hub.fused_logp_out(
-            logits, ids, out=out, row_max=statistics[0], log_sum=statistics[1]
-        )
+        return fused_logp_hub.fused_logp_out(logits, ids, out=out, row_max=statistics[0], log_sum=statistics[1])
 
     def backward_out() -> Tensor:
-        return fused_logp_hub.fused_logp_backward_out(
-            case.grad_logp, logits, ids, *statistics, grad_logits=grad
-        )
+        return fused_logp_hub.fused_logp_backward_out(case.grad_logp, logits, ids, *statistics, grad_logits=grad)
 
     def forward(x: Tensor) -> Tensor:
         return fused_logp_hub.fused_logp(x, ids)

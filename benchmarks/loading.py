@@ -30,9 +30,7 @@ def package_file(package: str, relative: str) -> Path:
         path = Path(folder) / relative
         if path.is_file():
             return path
-    raise Unavailable(
-        f"{package} is not installed" if spec is None else f"{package} has no {relative}"
-    )
+    raise Unavailable(f"{package} is not installed" if spec is None else f"{package} has no {relative}")
 
 
 def load_file(package: str, relative: str) -> ModuleType:

@@ -97,9 +97,7 @@ def _limits(case: Case, direction: str, context: Context) -> list[Candidate]:
     if direction == "forward":
         read = limits.read_limit(case, context.flush)
         if not limits.reads_everything(case, read):
-            raise RuntimeError(
-                "read limit: expected the xor of the data, got another. Fix limits.py."
-            )
+            raise RuntimeError("read limit: expected the xor of the data, got another. Fix limits.py.")
         assert read.forward is not None
         return [Candidate(row, read.forward, case.shape.bytes_moved("forward"))]
     copy = limits.copy_limit(case)
@@ -126,9 +124,7 @@ def _candidate(
     if isinstance(result, str):
         return replace(row, status=result)
     verdict, symbols = result
-    row = replace(
-        row, error=verdict.error, symbol="+".join(dict.fromkeys(symbols)), status=verdict.status
-    )
+    row = replace(row, error=verdict.error, symbol="+".join(dict.fromkeys(symbols)), status=verdict.status)
     if verdict.reason is not None:
         return row
     # Every buffer once: what is built on a buffer's first use is built before anything is timed.
@@ -140,9 +136,7 @@ def _candidate(
     return Candidate(row, call, case.shape.bytes_moved(direction))
 
 
-def _checked(
-    reference: Reference, provider: Provider, calls: Calls, direction: str
-) -> tuple[Verdict, list[str]]:
+def _checked(reference: Reference, provider: Provider, calls: Calls, direction: str) -> tuple[Verdict, list[str]]:
     with recorded_symbols() as symbols:
         result = getattr(calls, direction)(0)
     if direction == "forward":
@@ -179,9 +173,7 @@ def _timed(case: Case, candidates: list[Candidate], direction: str, context: Con
     return rows
 
 
-def _rows(
-    candidates: list[Candidate], direction: str, method: str, samples: timing.Samples
-) -> list[Row]:
+def _rows(candidates: list[Candidate], direction: str, method: str, samples: timing.Samples) -> list[Row]:
     rows = []
     limit = results.LIMITS.get(direction)
     for c in candidates:
@@ -196,6 +188,4 @@ def _rows(
             )
         )  # fmt: skip
     rates = {r.provider: r.gbytes_per_s for r in rows}
-    return [
-        replace(r, share=results.share(r.gbytes_per_s or 0.0, rates.get(limit or ""))) for r in rows
-    ]
+    return [replace(r, share=results.share(r.gbytes_per_s or 0.0, rates.get(limit or ""))) for r in rows]

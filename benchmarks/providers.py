@@ -117,12 +117,8 @@ def _trl_torch(case: Case) -> Calls:
 
 
 def _trl_triton(case: Case) -> Calls:
-    function = loading.load_file(
-        "trl", "kernels/logprob_entropy.py"
-    ).selective_log_softmax_and_entropy
-    return through_autograd(
-        case, lambda logits: function(logits, case.token_ids, row_mask=case.row_mask)[0]
-    )
+    function = loading.load_file("trl", "kernels/logprob_entropy.py").selective_log_softmax_and_entropy
+    return through_autograd(case, lambda logits: function(logits, case.token_ids, row_mask=case.row_mask)[0])
 
 
 def _liger(case: Case) -> Calls:
@@ -131,11 +127,7 @@ def _liger(case: Case) -> Calls:
     ids = case.token_ids.reshape(shape)
     mask = None if case.row_mask is None else case.row_mask.reshape(shape)
     # It drops the last row of each sequence itself.
-    return Calls(
-        lambda i: function(case.bases[i], ids, temperature=1.0, mask=mask).view(
-            case.token_ids.shape
-        )
-    )
+    return Calls(lambda i: function(case.bases[i], ids, temperature=1.0, mask=mask).view(case.token_ids.shape))
 
 
 def _flash_attn(case: Case) -> Calls:
@@ -184,9 +176,7 @@ def _ours(kernel: str) -> Callable[[Case], Calls]:
         calls.backward = None
         if kernel != "auto":  # there is one backward
             return Calls(calls.forward)
-        saved = fused_logp_hub.fused_logp(
-            case.logits[0].detach(), ids, row_mask=mask, return_lse=True
-        )
+        saved = fused_logp_hub.fused_logp(case.logits[0].detach(), ids, row_mask=mask, return_lse=True)
         calls.backward = lambda i: fused_logp_hub.fused_logp_backward(
             case.grad_logp, case.logits[i], ids, saved.row_max, saved.log_sum, row_mask=mask
         )
@@ -217,8 +207,7 @@ def select(names: list[str]) -> list[Provider]:
     unknown = [n for n in names if n not in known]
     if unknown:
         raise ValueError(
-            f"--providers: expected some of {', '.join(known)}, got {', '.join(unknown)}. "
-            "Correct the name."
+            f"--providers: expected some of {', '.join(known)}, got {', '.join(unknown)}. Correct the name."
         )
     return [p for p in PROVIDERS if not names or p.name in names]
 

@@ -50,20 +50,13 @@ def problems(readme: str | None, cards: list[Card]) -> list[str]:
     block = None if readme is None else block_of(readme)
     if not cards:
         if block and re.search(r"\d", block):
-            return [
-                "README: expected no numbers between its markers without results, got some. "
-                "Remove them."
-            ]
+            return ["README: expected no numbers between its markers without results, got some. Remove them."]
         return []
     found = []
     if block is None:
-        found.append(
-            f"README: expected the results between {START} and {END}, got no such markers."
-        )
+        found.append(f"README: expected the results between {START} and {END}, got no such markers.")
     elif block != readme_block(cards).strip():
-        found.append(
-            "README: expected the block of the results, got another. Run benchmarks/report.py."
-        )
+        found.append("README: expected the block of the results, got another. Run benchmarks/report.py.")
     for card in cards:
         path = card.folder / REPORT
         text = path.read_text(encoding="utf-8") if path.exists() else None

@@ -92,9 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 class Run:
     """One run of the benchmark: its clock, and where its rows go."""
 
-    def __init__(
-        self, device: torch.device, out: Path, chosen: list[providers.Provider], max_seconds: float
-    ) -> None:
+    def __init__(self, device: torch.device, out: Path, chosen: list[providers.Provider], max_seconds: float) -> None:
         self.device, self.out, self.chosen, self.max_seconds = device, out, chosen, max_seconds
         self._start = time.monotonic()
 
@@ -149,22 +147,16 @@ def _summary(shape: shapes.Shape, rows: list[results.Row]) -> str:
             if found.microseconds(shape.name, direction, name) is not None
         ]
         if times:
-            lines.append(
-                f"  {direction} us ({found.method(shape.name, direction)}): {', '.join(times)}"
-            )
+            lines.append(f"  {direction} us ({found.method(shape.name, direction)}): {', '.join(times)}")
     return "\n".join(lines)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run"
-    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     parser.add_argument("--providers", nargs="+", help="providers to time, by name")
     parser.add_argument("--shapes", nargs="+", default=[], help="shapes, by name; * for any text")
-    parser.add_argument(
-        "--max-seconds", type=float, default=MAX_SECONDS, help="start no shape after that"
-    )
+    parser.add_argument("--max-seconds", type=float, default=MAX_SECONDS, help="start no shape after that")
     parser.add_argument("--out", type=Path, help="folder to write to; results/<card> by default")
     parser.add_argument("--append", action="store_true", help="keep the rows that are there")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu for a dry run")

@@ -71,9 +71,7 @@ class Pool:
         size = rows * vocab
         stride = -(-size // 128) * 128 + 128
         first = 0 if alignment == 16 else alignment // self.item
-        count = min(
-            buffer_count(size * self.item, cache_bytes), (self._data.numel() - first) // stride
-        )
+        count = min(buffer_count(size * self.item, cache_bytes), (self._data.numel() - first) // stride)
         starts = [first + k * stride for k in range(count)]
         return [self._data[s : s + size].view(rows, vocab) for s in starts]
 
@@ -162,9 +160,7 @@ def _check(logits: Tensor, ids: Tensor, logp: Tensor) -> str:
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     if not torch.cuda.is_available():
-        print(
-            "GPU: expected one that PyTorch sees, got none. Run this on the card.", file=sys.stderr
-        )
+        print("GPU: expected one that PyTorch sees, got none. Run this on the card.", file=sys.stderr)
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     card = torch.cuda.get_device_name(device)
@@ -179,9 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _sweep(
-    options: argparse.Namespace, device: torch.device, path: Path, stamp: dict[str, object]
-) -> None:
+def _sweep(options: argparse.Namespace, device: torch.device, path: Path, stamp: dict[str, object]) -> None:
     start = time.monotonic()
     cache = environment.cache_bytes(device)
     flush = timing.Flush(device, cache)
@@ -215,9 +209,7 @@ def summary(lines: list[dict[str, object]]) -> str:
             for line in lines
             if line["rows"] == rows and line["p50"] is not None
         )
-        wrong = [
-            str(line["symbol"]) for line in lines if line["rows"] == rows and line["status"] != "ok"
-        ]
+        wrong = [str(line["symbol"]) for line in lines if line["rows"] == rows and line["status"] != "ok"]
         shown = ", ".join(f"{symbol} {time:.1f}" for time, symbol in times)
         text.append(f"  N {rows:5}: {shown}" + (f"; WRONG: {', '.join(wrong)}" if wrong else ""))
     return "\n".join(text)

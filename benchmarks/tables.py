@@ -116,9 +116,7 @@ def _readme_card(card: Card) -> str:
         if table:
             parts.append(f"**{TITLES[direction]}**, bfloat16\n\n{table}")
     if card.host:
-        parts.append(
-            "**Host time of a call**, µs, 8 x 1024\n\n" + host_table(card, ("ours", "eager"))
-        )
+        parts.append("**Host time of a call**, µs, 8 x 1024\n\n" + host_table(card, ("ours", "eager")))
     return "\n\n".join(parts)
 
 
@@ -127,11 +125,7 @@ def _readme_table(found: Results, direction: str) -> str:
     for name in found.shape_names():
         shape = shapes.find(name)
         ours = found.get(name, direction, "ours")
-        if (
-            shape is None
-            or ours is None
-            or (shape.dtype, shape.layout) != ("bfloat16", "contiguous")
-        ):
+        if shape is None or ours is None or (shape.dtype, shape.layout) != ("bfloat16", "contiguous"):
             continue
         other = best_library(found, name, direction)
         eager = found.microseconds(name, direction, "eager")

@@ -81,9 +81,7 @@ def capture(call: Call, buffers: int) -> tuple[torch.cuda.CUDAGraph, int]:
     return graph, len(indices)
 
 
-def sample_graphs(
-    graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], flush: Flush, rounds: int
-) -> Samples:
+def sample_graphs(graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], flush: Flush, rounds: int) -> Samples:
     """Microseconds a call, mean over one replay each."""
     pairs = {name: _event_pair() for name in graphs}
     samples: Samples = {name: [] for name in graphs}
@@ -125,9 +123,7 @@ def sample_cpu(calls: Mapping[str, Call], buffers: int, rounds: int) -> Samples:
     return samples
 
 
-def rounds_within(
-    sample: Callable[[int], object], seconds: float, least: int = 15, most: int = 100
-) -> int:
+def rounds_within(sample: Callable[[int], object], seconds: float, least: int = 15, most: int = 100) -> int:
     """How many rounds fit into that time, from the time of one."""
     sample(1)
     start = time.perf_counter()

@@ -17,9 +17,7 @@ _COLUMNS = ("registers", "static_shared_memory", "stack", "spill_stores", "spill
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m build_tools", description=__doc__)
-    parser.add_argument(
-        "--compiler", help=f"nvrtc, nvcc or the path of an nvcc (default: ${ENVIRONMENT_VARIABLE})"
-    )
+    parser.add_argument("--compiler", help=f"nvrtc, nvcc or the path of an nvcc (default: ${ENVIRONMENT_VARIABLE})")
     parser.add_argument("--out", type=Path, default=ROOT / "fused_logp_hub" / "cubins")
     parser.add_argument("--arch", action="append", help="only this one, sm_90a say; repeatable")
     parser.add_argument("--table", type=Path, default=TABLE_PATH)

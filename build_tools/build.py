@@ -56,9 +56,7 @@ def build(
         module, architecture = target
         try:
             rule = table.elf_rule(compiler.version, architecture.name)
-            compilation = compiler.compile(
-                source_dir / module.source, [source_dir], architecture.name, flags
-            )
+            compilation = compiler.compile(source_dir / module.source, [source_dir], architecture.name, flags)
             check_cubin(
                 compilation,
                 label=cubin_file_name(module, architecture),
@@ -84,9 +82,7 @@ def build(
     return manifest
 
 
-def _targets(
-    table: KernelTable, architectures: Collection[str] | None
-) -> Iterator[tuple[Module, Architecture]]:
+def _targets(table: KernelTable, architectures: Collection[str] | None) -> Iterator[tuple[Module, Architecture]]:
     known = {name for module in table.modules for name in module.architectures}
     unknown = sorted(set(architectures or ()) - known)
     if unknown:

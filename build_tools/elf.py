@@ -63,9 +63,7 @@ def parse_cubin(image: bytes) -> Cubin:
     """
     for magic, what in _CONTAINERS.items():
         if image.startswith(magic):
-            raise CompressedImageError(
-                f"image: expected a bare cubin, got {what}. Compile with -cubin, not -fatbin."
-            )
+            raise CompressedImageError(f"image: expected a bare cubin, got {what}. Compile with -cubin, not -fatbin.")
     if image[:6] != b"\x7fELF\x02\x01":
         raise NotACubinError(
             f"image: expected a 64-bit little-endian ELF file, got one starting with "
@@ -84,8 +82,7 @@ def _parse(image: bytes) -> Cubin:
     machine = _u16(image, 18)
     if machine != EM_CUDA:
         raise NotACubinError(
-            f"image: expected ELF machine {EM_CUDA} (CUDA), got {machine}. "
-            "Compile with -cubin, not to a host object."
+            f"image: expected ELF machine {EM_CUDA} (CUDA), got {machine}. Compile with -cubin, not to a host object."
         )
     abi = image[ABI_OFFSET]
     flags = struct.unpack_from("<I", image, FLAGS_OFFSET)[0]
@@ -135,9 +132,7 @@ def _sections(image: bytes) -> Iterator[_Section]:
     (start,) = struct.unpack_from("<Q", image, 40)
     entry_size, count = _u16(image, 58), _u16(image, 60)
     for index in range(count):
-        name, kind, flags, _, offset, size, link = struct.unpack_from(
-            "<IIQQQQI", image, start + index * entry_size
-        )
+        name, kind, flags, _, offset, size, link = struct.unpack_from("<IIQQQQI", image, start + index * entry_size)
         if kind != _SHT_NOBITS and offset + size > len(image):
             raise ValueError(f"section {index} ends at byte {offset + size}")
         yield _Section(name, kind, flags, offset, size, link)

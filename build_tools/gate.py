@@ -77,14 +77,10 @@ def raise_findings(findings: Sequence[Exception]) -> None:
 def _warning_findings(compilation: Compilation) -> Iterator[GateError]:
     if compilation.warnings:
         lines = "\n".join(compilation.warnings)
-        yield CompilerWarningError(
-            f"compiler: expected no warning, got\n{lines}\nCorrect the source."
-        )
+        yield CompilerWarningError(f"compiler: expected no warning, got\n{lines}\nCorrect the source.")
 
 
-def _identity_findings(
-    cubin: Cubin, architecture: Architecture, rule: ElfRule
-) -> Iterator[GateError]:
+def _identity_findings(cubin: Cubin, architecture: Architecture, rule: ElfRule) -> Iterator[GateError]:
     if (cubin.osabi, cubin.abi) != (rule.osabi, rule.abi):
         yield ElfAbiError(
             f"ELF: expected OSABI {rule.osabi:#x} ABI {rule.abi}, got OSABI {cubin.osabi:#x} ABI "
@@ -95,8 +91,7 @@ def _identity_findings(
     major, minor = architecture.capability
     if cubin.architecture != major * 10 + minor:
         yield ArchitectureError(
-            f"ELF: expected machine code for sm_{major}{minor}, got sm_{cubin.architecture}. "
-            "Check the compile command."
+            f"ELF: expected machine code for sm_{major}{minor}, got sm_{cubin.architecture}. Check the compile command."
         )
 
 
@@ -174,14 +169,11 @@ def check_wheel(path: Path) -> None:
         names = wheel.namelist()
         for name in names:
             if name.endswith(_FORBIDDEN_SUFFIXES):
-                raise WheelContentsError(
-                    f"{path.name}: expected Python and cubins only, got {name}. Exclude it."
-                )
+                raise WheelContentsError(f"{path.name}: expected Python and cubins only, got {name}. Exclude it.")
         manifests = [name for name in names if name.endswith("/cubins/manifest.json")]
         if len(manifests) != 1:
             raise WheelContentsError(
-                f"{path.name}: expected one manifest.json, got {len(manifests)}. "
-                "Build through hatch_build.py."
+                f"{path.name}: expected one manifest.json, got {len(manifests)}. Build through hatch_build.py."
             )
         manifest = json.loads(wheel.read(manifests[0]))
         expected = {row["file"]: row["sha256"] for row in manifest["cubins"]}

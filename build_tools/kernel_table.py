@@ -42,9 +42,7 @@ class Architecture:
     def parse(cls, name: str) -> Architecture:
         parts = _ARCHITECTURE.fullmatch(name)
         if parts is None:
-            raise TableError(
-                f"architecture: expected sm_XY, sm_XYa or sm_XYf, got {name!r}. Correct the name."
-            )
+            raise TableError(f"architecture: expected sm_XY, sm_XYa or sm_XYf, got {name!r}. Correct the name.")
         return cls(name, (int(parts[1]), int(parts[2])), _MATCH_RULES[parts[3]])
 
 
@@ -124,9 +122,7 @@ def load_table(path: Path = TABLE_PATH) -> KernelTable:
     try:
         table = KernelTable(
             flags=tuple(data["compile"]["flags"]),
-            compilers={
-                name: CompilerPin(**_tuples(row)) for name, row in data["compilers"].items()
-            },
+            compilers={name: CompilerPin(**_tuples(row)) for name, row in data["compilers"].items()},
             elf_rules=tuple(ElfRule(**_tuples(row)) for row in data["elf_rules"]),
             modules=tuple(Module(**_tuples(row)) for row in data["modules"]),
             kernels=tuple(
@@ -147,14 +143,11 @@ def _expand(row: dict[str, Any], priority: int, suffixes: dict[str, str]) -> lis
     for key, kind in _KERNEL_KEYS.items():
         if not isinstance(row.get(key), kind):
             raise TableError(
-                f"kernels[{priority}].{key}: expected {kind.__name__}, got {row.get(key)!r}. "
-                "Correct the row."
+                f"kernels[{priority}].{key}: expected {kind.__name__}, got {row.get(key)!r}. Correct the row."
             )
     for key in ("dtype", "priority"):
         if key in row:
-            raise TableError(
-                f"kernels[{priority}].{key}: expected absent, got {row[key]!r}. The build sets it."
-            )
+            raise TableError(f"kernels[{priority}].{key}: expected absent, got {row[key]!r}. The build sets it.")
     kernels = []
     for dtype in row["dtypes"]:
         if dtype != "any" and dtype not in suffixes:

@@ -20,9 +20,7 @@ def cubin_file_name(module: Module, architecture: Architecture) -> str:
     return f"{module.name}.{architecture.name}.cubin"
 
 
-def cubin_row(
-    module: Module, architecture: Architecture, rule: ElfRule, compilation: Compilation
-) -> dict[str, Any]:
+def cubin_row(module: Module, architecture: Architecture, rule: ElfRule, compilation: Compilation) -> dict[str, Any]:
     """Returns the manifest's row of one cubin that passed the gate."""
     return {
         "file": cubin_file_name(module, architecture),

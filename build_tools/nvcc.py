@@ -23,8 +23,7 @@ class Nvcc:
         found = re.search(r"\bV(\d+\.\d+\.\d+)", text)
         if found is None:
             raise CompilerError(
-                f"{executable}: expected an nvcc that states its version, got {text.strip()!r}. "
-                "Name another nvcc."
+                f"{executable}: expected an nvcc that states its version, got {text.strip()!r}. Name another nvcc."
             )
         self.version = found[1]
         self.folders: tuple[Path, ...] = ()
@@ -52,18 +51,14 @@ class Nvcc:
     def _run(self, arguments: list[str], folder: Path | None = None) -> str:
         # In the source's folder, so that no message and no symbol carries the path to it.
         try:
-            done = subprocess.run(
-                [self.executable, *arguments], cwd=folder, capture_output=True, text=True
-            )
+            done = subprocess.run([self.executable, *arguments], cwd=folder, capture_output=True, text=True)
         except OSError as error:
             raise CompilerError(
-                f"{self.executable}: expected an nvcc that can be run, got {error}. "
-                "Give the path of one."
+                f"{self.executable}: expected an nvcc that can be run, got {error}. Give the path of one."
             ) from error
         log = done.stdout + done.stderr
         if done.returncode != 0:
             raise CompilerError(
-                f"nvcc: expected exit status 0, got {done.returncode} from "
-                f"{' '.join(arguments)}. Its message:\n{log}"
+                f"nvcc: expected exit status 0, got {done.returncode} from {' '.join(arguments)}. Its message:\n{log}"
             )
         return log

@@ -27,8 +27,7 @@ class Nvrtc:
             self._library = ctypes.CDLL(str(library))
         except OSError as error:
             raise CompilerError(
-                f"nvrtc: expected a library this machine can load, got {error}. Reinstall "
-                f"{pin.distribution}."
+                f"nvrtc: expected a library this machine can load, got {error}. Reinstall {pin.distribution}."
             ) from error
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
@@ -75,10 +74,7 @@ class Nvrtc:
     def _call(self, function: str, *arguments: object) -> None:
         status = getattr(self._library, function)(*arguments)
         if status != 0:
-            raise CompilerError(
-                f"nvrtc: expected {function} to succeed, got {self._error(status)}. "
-                "Reinstall NVRTC."
-            )
+            raise CompilerError(f"nvrtc: expected {function} to succeed, got {self._error(status)}. Reinstall NVRTC.")
 
     def _error(self, status: int) -> str:
         text: bytes = self._library.nvrtcGetErrorString(status)

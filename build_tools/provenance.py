@@ -50,9 +50,7 @@ def package_version(root: Path) -> str:
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

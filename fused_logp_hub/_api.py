@@ -111,8 +111,6 @@ def fused_logp(
         )  # fmt: skip
     logp: Tensor
     logp, statistics, entropy = results
-    if logp.dim() == logits.dim() != token_ids.dim():
-        logp = logp.squeeze(-1)
     if not (return_lse or return_entropy):
         return logp
     row_max, log_sum = statistics.detach().unbind(0) if return_lse else (None, None)
@@ -246,8 +244,6 @@ def fused_logp_backward_out(
         grad_logits = _ops.empty_grad(logits)
     else:
         _checks.grad_logits(grad_logits, logits)
-    if grad_logp.dim() < logits.dim():
-        grad_logp = grad_logp.unsqueeze(-1)
     _ops.backward(problem, kernel, row_max, log_sum, entropy, grad_logp, grad_entropy, grad_logits)
     return grad_logits
 

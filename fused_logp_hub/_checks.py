@@ -27,7 +27,7 @@ def make_problem(
     ignore_index: int | None,
     on_invalid: str,
 ) -> Problem:
-    """The checked problem; token_ids without a K dimension get one of size 1. row_mask is [...] bool."""
+    """The checked problem; row_mask is [...] bool."""
     if not isinstance(logits, Tensor):
         raise ArgumentTypeError(f"logits: expected a torch.Tensor, got {type(logits).__name__}. Pass a tensor.")
     if not isinstance(token_ids, Tensor):
@@ -39,17 +39,19 @@ def make_problem(
         raise ArgumentError(f"token_ids: expected dtype int32 or int64, got {token_ids.dtype}. Cast the ids.")
     if not shape or shape[-1] == 0:
         raise ArgumentError(f"logits: expected shape [..., V] with V >= 1, got {list(shape)}. Pass some columns.")
-    if shape[-1] > MAX_VOCAB:
-        raise ArgumentError(f"logits: expected V <= {MAX_VOCAB}, got {shape[-1]}. Split the vocabulary.")
-    if ids_shape == shape[:-1]:
-        token_ids = token_ids.unsqueeze(-1)
-    elif len(ids_shape) != len(shape) or ids_shape[:-1] != shape[:-1] or not 1 <= ids_shape[-1] <= MAX_IDS:
-        raise ArgumentError(
-            f"token_ids: expected shape {list(shape[:-1])} or {[*shape[:-1], 'K']} with 1 <= K <= {MAX_IDS} "
-            f"for logits {list(shape)}, got {list(ids_shape)}. Align the leading dimensions."
-        )
+    leading, vocab_size = shape[:-1], shape[-1]
+    if vocab_size > MAX_VOCAB:
+        raise ArgumentError(f"logits: expected V <= {MAX_VOCAB}, got {vocab_size}. Split the vocabulary.")
+    num_ids = 1
+    if ids_shape != leading:
+        if len(ids_shape) != len(shape) or ids_shape[:-1] != leading or not 1 <= ids_shape[-1] <= MAX_IDS:
+            raise ArgumentError(
+                f"token_ids: expected shape {list(leading)} or {[*leading, 'K']} with 1 <= K <= {MAX_IDS} "
+                f"for logits {list(shape)}, got {list(ids_shape)}. Align the leading dimensions."
+            )
+        num_ids = ids_shape[-1]
     same_device("token_ids", token_ids, logits)
-    num_rows = math.prod(shape[:-1])
+    num_rows = math.prod(leading)
     if num_rows > MAX_ROWS:
         raise ArgumentError(f"logits: expected at most {MAX_ROWS} rows, got {num_rows}. Split the rows.")
     if row_mask is not None:
@@ -65,7 +67,16 @@ def make_problem(
     if on_invalid not in ON_INVALID:
         raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
     problem = Problem(
-        logits, token_ids, num_rows, row_mask, temperature, rows, ignore_index, on_invalid == "nan"
+        logits,
+        token_ids,
+        row_mask,
+        rows,
+        num_rows,
+        vocab_size,
+        num_ids,
+        temperature,
+        ignore_index,
+        on_invalid == "nan",
     )
     if on_invalid == "raise":
         _raise_on_invalid(problem)
@@ -178,14 +189,15 @@ def _raise_on_invalid(problem: Problem) -> None:
     bad = (ids < 0) | (ids >= problem.logits.shape[-1])
     if problem.ignore_index is not None:
         bad &= ids != problem.ignore_index
-    rows = bad.any(-1).reshape(-1)
+    bad = bad.reshape(problem.num_rows, problem.num_ids)
+    rows = bad.any(-1)
     if problem.row_mask is not None:
         rows &= problem.row_mask
     if not bool(rows.any()):
         return
     first = int(rows.nonzero()[0, 0])
-    k = int(bad.reshape(problem.num_rows, -1)[first].nonzero()[0, 0])
-    value = int(ids.reshape(problem.num_rows, -1)[first, k])
+    k = int(bad[first].nonzero()[0, 0])
+    value = int(ids.reshape(problem.num_rows, problem.num_ids)[first, k])
     raise InvalidTokenIdError(
         f"token_ids: expected ids in [0, {problem.logits.shape[-1]}) or ignore_index, got {value} in row {first}. "
         "Correct the ids, or pass on_invalid='zero' or 'nan'."

@@ -7,6 +7,7 @@ struct pack and one launch. Tensors are read through their strides; see Problem 
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ _DTYPE_NAMES = {
 _DTYPE_CODES = {dtype: _params.DTYPE_CODES[name] for dtype, name in _DTYPE_NAMES.items()}
 _MAX_GRID = 2**31 - 1
 _plans: dict[tuple[object, ...], _driver.Function] = {}
-_thresholds: dict[str, list[int]] = {}
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -40,15 +40,18 @@ def row_alignment(tensor: Tensor) -> int:
     """Largest power of two, at most 16, that divides the address of every row (last dimension) in bytes."""
     bits = tensor.data_ptr() | 16
     size = tensor.element_size()
-    for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-        if length > 1:
-            bits |= stride * size
+    if tensor.dim() == 2:  # the usual case
+        bits |= tensor.stride(0) * size
+    else:
+        for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+            if length > 1:
+                bits |= stride * size
     return bits & -bits
 
 
 def facts_of(logits: Tensor, num_rows: int) -> _selection.Facts:
     """What selection depends on, for these logits."""
-    device = _driver.device(logits.device.index)
+    device = _driver.device(logits.get_device())
     return _selection.Facts(
         device.capability, device.driver_cuda, _DTYPE_NAMES[logits.dtype], row_alignment(logits), num_rows
     )
@@ -56,14 +59,17 @@ def facts_of(logits: Tensor, num_rows: int) -> _selection.Facts:
 
 def plan(op: str, requested: str, logits: Tensor, num_rows: int) -> _driver.Function:
     """The kernel for these logits, ready to launch."""
-    thresholds = _thresholds.get(op)
-    if thresholds is None:
-        thresholds = _thresholds[op] = _manifest.shipped().row_thresholds(op)
-    key = (op, requested, logits.device.index, logits.dtype, row_alignment(logits), bisect_left(thresholds, num_rows))
+    bucket = bisect_left(_thresholds(op), num_rows)
+    key = (op, requested, logits.get_device(), logits.dtype, row_alignment(logits), bucket)
     found = _plans.get(key)
     if found is None:
-        found = _plans[key] = _plan(op, requested, facts_of(logits, num_rows), logits.device.index)
+        found = _plans[key] = _plan(op, requested, facts_of(logits, num_rows), logits.get_device())
     return found
+
+
+@cache
+def _thresholds(op: str) -> list[int]:
+    return _manifest.shipped().row_thresholds(op)
 
 
 def _plan(op: str, requested: str, facts: _selection.Facts, device_index: int) -> _driver.Function:
@@ -96,7 +102,7 @@ def backward(
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
 ) -> None:
-    """Launch the backward into grad_logits [..., V]; grad_logp is [..., K], grad_entropy [...]."""
+    """Launch the backward into grad_logits [..., V]; grad_logp has the ids' shape, grad_entropy is [...]."""
     function = plan("logp_backward", _selection.AUTO, problem.logits, problem.num_rows)
     others = (grad_logits, grad_logp) if grad_entropy is None else (grad_logits, grad_logp, grad_entropy)
     values, strides = _common(problem, 0, 0, row_max, log_sum, entropy, others)
@@ -105,7 +111,7 @@ def backward(
     of_entropy = strides[2] if grad_entropy is not None else (0, 0)
     values += (
         grad_logits.data_ptr(), *to,
-        grad_logp.data_ptr(), *of_logp, grad_logp.stride(-1),
+        grad_logp.data_ptr(), *of_logp, grad_logp.stride(-1) if problem.num_ids > 1 else 0,
         0 if grad_entropy is None else grad_entropy.data_ptr(), *of_entropy,
         _DTYPE_CODES[grad_logp.dtype],
         0 if grad_entropy is None else _DTYPE_CODES[grad_entropy.dtype],
@@ -142,34 +148,31 @@ def _common(
 ) -> tuple[tuple[object, ...], list[tuple[int, int]]]:
     """The parameters that forward and backward share, and the row strides of the other tensors."""
     logits, ids, rows = problem.logits, problem.token_ids, problem.temperature_rows
-    shape = logits.shape[:-1]
-    depth = len(shape)
-    strided = [logits.stride(), ids.stride()]
-    if rows is not None:
-        strided.append(rows.stride())
-    strided += [t.stride() for t in others]
-    folded = collapse(shape, [s[:depth] for s in strided])
-    assert folded is not None  # the ops made it so
-    inner_rows, strides = folded
-    skip = 2 if rows is None else 3
+    strided = (logits, ids, *others) if rows is None else (logits, ids, *others, rows)
+    if logits.dim() == 2:  # the usual case
+        inner_rows, strides = problem.num_rows, [(0, t.stride(0)) for t in strided]
+    else:
+        depth = logits.dim() - 1
+        folded = collapse(logits.shape[:-1], [t.stride()[:depth] for t in strided])
+        assert folded is not None  # at most two leading dimensions
+        inner_rows, strides = folded
     mask, ignore = problem.row_mask, problem.ignore_index
     values = (
         logits.data_ptr(), *strides[0],
-        ids.data_ptr(), *strides[1], ids.stride(-1),
-        *((0, 0, 0) if rows is None else (rows.data_ptr(), *strides[2])),
+        ids.data_ptr(), *strides[1], ids.stride(-1) if problem.num_ids > 1 else 0,
+        *((0, 0, 0) if rows is None else (rows.data_ptr(), *strides[-1])),
         logp, row_max, log_sum, entropy,
         0 if mask is None else mask.data_ptr(),
-        problem.num_rows, inner_rows, logits.shape[-1], ids.shape[-1],
+        problem.num_rows, inner_rows, problem.vocab_size, problem.num_ids,
         0 if ignore is None else ignore,
         1.0 / problem.temperature,
         ignore is not None, problem.invalid_is_nan, ids.element_size(), logp_dtype,
     )  # fmt: skip
-    return values, strides[skip:]
+    return values, strides[2:]
 
 
 def _grid(function: _driver.Function, problem: Problem) -> tuple[int, int]:
-    logits = problem.logits
-    row_bytes = logits.shape[-1] * logits.element_size()
+    row_bytes = problem.vocab_size * problem.logits.element_size()
     grid, tiles = function.kernel.grid(problem.num_rows, row_bytes, function.device.multiprocessors)
     if grid > _MAX_GRID:
         raise ArgumentError(

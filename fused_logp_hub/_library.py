@@ -54,7 +54,7 @@ def logp_forward(
     problem = _problem(logits, token_ids, row_mask, temperature, temperature_rows, ignore_index, on_invalid)
     logp, statistics, entropy = _ops.run_forward(problem, kernel, out_dtype, True, want_entropy)
     assert statistics is not None  # asked for
-    return logp.view(token_ids.shape), statistics, statistics.new_empty(0) if entropy is None else entropy
+    return logp, statistics, statistics.new_empty(0) if entropy is None else entropy
 
 
 @logp_forward.register_fake
@@ -95,7 +95,6 @@ def logp_backward(
 ) -> Tensor:
     """grad_logits, in the layout of the logits where that is dense."""
     problem = _problem(logits, token_ids, row_mask, temperature, temperature_rows, ignore_index, on_invalid)
-    grad_logp = grad_logp.reshape(problem.token_ids.shape)
     return _ops.run_backward(problem, kernel, statistics, entropy, grad_logp, grad_entropy)
 
 

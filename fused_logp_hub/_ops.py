@@ -18,8 +18,7 @@ from fused_logp_hub._errors import SecondDerivativeError
 from fused_logp_hub._problem import Problem, accumulation_dtype, copy_reason
 
 TWICE = (
-    "fused_logp: expected to be differentiated once, got a second derivative. "
-    "Use torch.log_softmax where you need one."
+    "fused_logp: expected to be differentiated once, got a second derivative. Use torch.log_softmax where you need one."
 )
 
 
@@ -36,7 +35,7 @@ def forward(
     log_sum: Tensor | None,
     entropy: Tensor | None,
 ) -> None:
-    """Fill logp [..., K] and, where given, the statistics [...]; all outputs contiguous."""
+    """Fill logp, shaped as the ids, and where given the statistics [...]; all outputs contiguous."""
     if problem.num_rows == 0:
         return
     if not uses_reference(problem.logits, kernel):
@@ -57,7 +56,7 @@ def backward(
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
 ) -> None:
-    """Fill grad_logits [..., V] from grad_logp [..., K] and grad_entropy [...]; statistics contiguous."""
+    """Fill grad_logits [..., V] from grad_logp, shaped as the ids, and grad_entropy [...]; statistics contiguous."""
     if problem.num_rows == 0:
         return
     n = problem.num_rows
@@ -68,8 +67,8 @@ def backward(
     else:
         problem = problem.readable()
     leading = problem.logits.shape[:-1]
-    if grad_logp.shape[:-1] != leading:
-        grad_logp = grad_logp.reshape(*leading, grad_logp.shape[-1])
+    if problem.token_ids.shape != grad_logp.shape:  # the rows were folded
+        grad_logp = grad_logp.reshape(problem.token_ids.shape)
         grad_entropy = None if grad_entropy is None else grad_entropy.reshape(leading)
     target = grad_logits if grad_logits.shape[:-1] == leading else _viewed(grad_logits, leading)
     if uses_reference(problem.logits, kernel):
@@ -96,13 +95,18 @@ def row_mask_from_indices(row_indices: Tensor, num_rows: int) -> Tensor:
 def run_forward(
     problem: Problem, kernel: str, out_dtype: torch.dtype, want_statistics: bool, want_entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`forward` into new memory: logp [..., K]; row_max and log_sum as one tensor [2, ...]; entropy [...]."""
+    """`forward` into new memory: logp as the ids; row_max and log_sum as one tensor [2, ...]; entropy [...]."""
     logits = problem.logits
-    leading, device, acc = logits.shape[:-1], logits.device, accumulation_dtype(logits.dtype)
+    device = logits.device
     logp = torch.empty(problem.token_ids.shape, dtype=out_dtype, device=device)
-    statistics = torch.empty((2, *leading), dtype=acc, device=device) if want_statistics else None
-    entropy = torch.empty(leading, dtype=acc, device=device) if want_entropy else None
-    row_max, log_sum = (None, None) if statistics is None else statistics.unbind(0)
+    statistics = entropy = row_max = log_sum = None
+    if want_statistics or want_entropy:
+        leading, acc = logits.shape[:-1], accumulation_dtype(logits.dtype)
+        if want_statistics:
+            statistics = torch.empty((2, *leading), dtype=acc, device=device)
+            row_max, log_sum = statistics.unbind(0)
+        if want_entropy:
+            entropy = torch.empty(leading, dtype=acc, device=device)
     forward(problem, kernel, logp, row_max, log_sum, entropy)
     return logp, statistics, entropy
 
@@ -131,7 +135,7 @@ class LogpFunction(torch.autograd.Function):
         ctx.save_for_backward(
             logits, problem.token_ids, problem.row_mask, problem.temperature_rows, statistics, entropy
         )
-        ctx.problem_options = (problem.num_rows, problem.temperature, problem.ignore_index, problem.invalid_is_nan)
+        ctx.scalars = problem.scalars()
         ctx.kernel = kernel
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
@@ -142,10 +146,7 @@ class LogpFunction(torch.autograd.Function):
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None, None
         logits, token_ids, row_mask, rows, statistics, entropy = ctx.saved_tensors
-        num_rows, temperature, ignore_index, invalid_is_nan = ctx.problem_options
-        problem = Problem(
-            logits, token_ids, num_rows, row_mask, temperature, rows, ignore_index, invalid_is_nan
-        )
+        problem = Problem(logits, token_ids, row_mask, rows, *ctx.scalars)
         if torch.is_grad_enabled():  # create_graph=True
             grad = _OnceDifferentiable.apply(  # type: ignore[no-untyped-call]
                 logits, problem, ctx.kernel, statistics, entropy, grad_logp, grad_entropy

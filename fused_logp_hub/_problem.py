@@ -11,70 +11,89 @@ from torch import Tensor
 class Problem:
     """Everything a forward and its backward share.
 
-    ``logits`` [..., V] with a vocabulary stride of 1; ``token_ids`` [..., K] (K = 1 for the usual form);
-    ``row_mask`` [N] bool, contiguous, or None; ``temperature_rows`` [...] float32 or None, which then
-    takes the place of ``temperature``.
+    ``logits`` [..., V]; ``token_ids`` [...] or [..., K]; ``row_mask`` [N] bool, contiguous, or None;
+    ``temperature_rows`` [...] float32 or None, which then takes the place of ``temperature``.
     """
 
     __slots__ = (
         "ignore_index",
         "invalid_is_nan",
         "logits",
+        "num_ids",
         "num_rows",
         "row_mask",
         "temperature",
         "temperature_rows",
         "token_ids",
+        "vocab_size",
     )
 
     def __init__(
         self,
         logits: Tensor,
         token_ids: Tensor,
-        num_rows: int,
         row_mask: Tensor | None,
-        temperature: float,
         temperature_rows: Tensor | None,
+        num_rows: int,
+        vocab_size: int,
+        num_ids: int,
+        temperature: float,
         ignore_index: int | None,
         invalid_is_nan: bool,
     ) -> None:
         self.logits = logits
         self.token_ids = token_ids
         self.num_rows = num_rows
+        self.vocab_size = vocab_size
+        self.num_ids = num_ids
         self.row_mask = row_mask
         self.temperature = temperature
         self.temperature_rows = temperature_rows
         self.ignore_index = ignore_index
         self.invalid_is_nan = invalid_is_nan
 
-    def reshaped(self, *leading: int) -> Problem:
-        """The same problem with other leading dimensions; copies only what has no such view."""
-        rows = self.temperature_rows
-        return Problem(
-            self.logits.reshape(*leading, self.logits.shape[-1]),
-            self.token_ids.reshape(*leading, self.token_ids.shape[-1]),
+    def with_tensors(
+        self, logits: Tensor, token_ids: Tensor, row_mask: Tensor | None, temperature_rows: Tensor | None
+    ) -> Problem:
+        """The same problem with other tensors."""
+        return Problem(logits, token_ids, row_mask, temperature_rows, *self.scalars())
+
+    def scalars(self) -> tuple[int, int, int, float, int | None, bool]:
+        """All but the tensors, in the constructor's order: what a backward keeps beside its saved tensors."""
+        return (
             self.num_rows,
-            self.row_mask,
+            self.vocab_size,
+            self.num_ids,
             self.temperature,
-            None if rows is None else rows.reshape(leading),
             self.ignore_index,
             self.invalid_is_nan,
+        )
+
+    def reshaped(self, *leading: int) -> Problem:
+        """The same problem over other leading dimensions, ids as [..., K]; copies only what has no such view."""
+        rows = self.temperature_rows
+        return self.with_tensors(
+            self.logits.reshape(*leading, self.vocab_size),
+            self.token_ids.reshape(*leading, self.num_ids),
+            self.row_mask,
+            None if rows is None else rows.reshape(leading),
         )
 
     def readable(self) -> Problem:
         """The same problem as the CUDA kernels read it: unit vocabulary stride, two leading dimensions at most.
 
-        Copies the logits only if their vocabulary stride is not 1 or their leading dimensions need more
-        than two strides; `copy_reason` says so beforehand.
+        Copies the logits only if `copy_reason` says so.
         """
+        logits = self.logits
+        if logits.dim() == 2 and logits.stride(1) == 1:
+            return self
         problem = self
-        if copy_reason(self.logits) is not None:
-            problem = self.reshaped(*self.logits.shape[:-1])
-            problem.logits = self.logits.contiguous()
-        if problem.logits.dim() <= 3:
+        if copy_reason(logits) is not None:
+            problem = self.with_tensors(logits.contiguous(), self.token_ids, self.row_mask, self.temperature_rows)
+        if logits.dim() <= 3:
             return problem
         folded = collapse(problem.logits.shape[:-1], [problem.logits.stride()[:-1]])
-        assert folded is not None
+        assert folded is not None  # copied if not
         return problem.reshaped(self.num_rows // folded[0], folded[0])
 
 
@@ -92,9 +111,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def collapse(
-    shape: Sequence[int], strides: Sequence[Sequence[int]]
-) -> tuple[int, list[tuple[int, int]]] | None:
+def collapse(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[int, list[tuple[int, int]]] | None:
     """Fold leading dimensions, the same way for several tensors, into at most two.
 
     Args:

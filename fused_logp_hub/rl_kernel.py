@@ -155,17 +155,13 @@ def _logp(
     _two_dimensional(logits, ids)
     return cast(
         Tensor,
-        _api.fused_logp(
-            logits, ids, row_indices=row_indices, ignore_index=None, out_dtype=out_dtype, kernel=kernel
-        ),
+        _api.fused_logp(logits, ids, row_indices=row_indices, ignore_index=None, out_dtype=out_dtype, kernel=kernel),
     )
 
 
 def _out(logits: Tensor, ids: Tensor, row_indices: Tensor | None, output: Tensor, kernel: str) -> Tensor:
     _two_dimensional(logits, ids)
-    return _api.fused_logp_out(
-        logits, ids, out=output, row_indices=row_indices, ignore_index=None, kernel=kernel
-    )
+    return _api.fused_logp_out(logits, ids, out=output, row_indices=row_indices, ignore_index=None, kernel=kernel)
 
 
 def _with_lse(logits: Tensor, ids: Tensor, row_indices: Tensor | None, kernel: str) -> _Statistics:

@@ -124,9 +124,7 @@ def test_check_accepts_eager_and_ours(shape):
         calls = provider.prepare(case)
         assert reference.check_forward(calls.forward(0)).status == "ok"
         assert reference.check_backward(calls.backward(0)).status == "ok"
-        assert (
-            reference.check_backward(calls.step(1)).status == "ok"
-        )  # buffers hold the same values
+        assert reference.check_backward(calls.step(1)).status == "ok"  # buffers hold the same values
 
 
 @pytest.fixture
@@ -154,9 +152,7 @@ def test_check_holds_a_rounded_logp_to_its_own_dtype(checked):
 def test_check_rejects_a_gradient_without_its_softmax(checked):
     """It holds most of the norm, so a check of the whole would let it pass."""
     case, reference, _, grad = checked
-    one_hot = torch.zeros_like(grad).scatter(
-        -1, case.token_ids[:, None], case.grad_logp[:, None].bfloat16()
-    )
+    one_hot = torch.zeros_like(grad).scatter(-1, case.token_ids[:, None], case.grad_logp[:, None].bfloat16())
     one_hot[~case.row_mask] = 0
     assert reference.check_backward(one_hot).status == "wrong: error 1e+00"
     assert reference.check_backward(grad * 1.02).status.startswith("wrong: error")
@@ -204,19 +200,12 @@ def test_a_provider_that_fails_leaves_the_others_alone():
 def test_dry_run_writes_outside_results_only(tmp_path, capsys):
     assert run.main(["--device", "cpu"]) == 2
     assert "outside results/" in capsys.readouterr().err
-    assert (
-        run.main(
-            ["--device", "cpu", "--only", "shapes", "--shapes", "8x33*", "--out", str(tmp_path)]
-        )
-        == 0
-    )
+    assert run.main(["--device", "cpu", "--only", "shapes", "--shapes", "8x33*", "--out", str(tmp_path)]) == 0
     rows = results.read(tmp_path / results.RESULTS)
     assert {r.method for r in rows} == {"cpu-dry"}
     assert {r.provider for r in rows} == {"eager", "ours"}
     described = json.loads((tmp_path / "env.json").read_text())
-    assert (
-        described["command"] == "python benchmarks/run.py --device cpu --only shapes --shapes 8x33*"
-    )
+    assert described["command"] == "python benchmarks/run.py --device cpu --only shapes --shapes 8x33*"
 
 
 def test_a_run_out_of_time_says_what_is_missing(tmp_path):

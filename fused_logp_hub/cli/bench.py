@@ -50,9 +50,7 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", default="cuda", help="cuda or cuda:index; %(default)s by default"
-    )
+    parser.add_argument("--device", default="cuda", help="cuda or cuda:index; %(default)s by default")
     parser.add_argument(
         "--shape", action="append", metavar="ROWSxVOCAB",
         help="may be repeated; " + " ".join(f"{n}x{v}" for n, v in SHAPES) + " by default",
@@ -69,9 +67,7 @@ def run(options: argparse.Namespace) -> int:
     if options.samples < 1:
         raise ArgumentError(f"--samples: expected at least 1, got {options.samples}. Pass more.")
     console = make_console()
-    console.print(
-        f"{torch.cuda.get_device_name(device)}, {options.dtype}, torch {torch.__version__}"
-    )
+    console.print(f"{torch.cuda.get_device_name(device)}, {options.dtype}, torch {torch.__version__}")
     table = make_table(
         "logits",
         "direction",
@@ -107,9 +103,7 @@ def _run_shapes(
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = progress.add_task("", total=len(shapes))
         for rows, vocab in shapes:
             name = f"{rows} x {vocab}"
@@ -122,9 +116,7 @@ def _run_shapes(
                         f"{m.error:.1e}",
                     )  # fmt: skip
             except torch.cuda.OutOfMemoryError:
-                failures.append(
-                    f"{name}: expected memory for both, got too little. Pass a smaller --shape."
-                )
+                failures.append(f"{name}: expected memory for both, got too little. Pass a smaller --shape.")
             except ArithmeticError as error:
                 failures.append(f"{name}: {error}")
             torch.cuda.empty_cache()
@@ -149,9 +141,7 @@ def _measure(
     backward_kernel = kernel if kernel == _selection.REFERENCE else _selection.AUTO
 
     def ours_backward(i: int) -> Tensor:
-        return fused_logp_backward(
-            upstream, buffers[i], ids, row_max, log_sum, kernel=backward_kernel
-        )
+        return fused_logp_backward(upstream, buffers[i], ids, row_max, log_sum, kernel=backward_kernel)
 
     errors = _errors(buffers[0], ids, upstream, saved.logp, ours_backward(0))
     graphs = [_differentiable(x, ids) for x in buffers]
@@ -160,9 +150,7 @@ def _measure(
         "copy": lambda i: copy.copy_(buffers[i]),
         "eager forward": lambda i: _eager(buffers[i], ids),
         "ours forward": lambda i: fused_logp(buffers[i], ids, kernel=kernel),
-        "eager backward": lambda i: torch.autograd.grad(
-            graphs[i][1], graphs[i][0], upstream, retain_graph=True
-        ),
+        "eager backward": lambda i: torch.autograd.grad(graphs[i][1], graphs[i][0], upstream, retain_graph=True),
         "ours backward": ours_backward,
     }
     times = _sample(calls, options.samples, device)
@@ -192,9 +180,7 @@ def _differentiable(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return leaf, _eager(leaf, ids)
 
 
-def _errors(
-    logits: Tensor, ids: Tensor, upstream: Tensor, logp: Tensor, grad: Tensor
-) -> tuple[float, float]:
+def _errors(logits: Tensor, ids: Tensor, upstream: Tensor, logp: Tensor, grad: Tensor) -> tuple[float, float]:
     """Errors from float64 on rows spread over the batch; ArithmeticError beyond their bounds."""
     rows = torch.arange(0, len(ids), max(1, len(ids) // CHECKED_ROWS), device=ids.device)
     exact = logits[rows].double().requires_grad_()
@@ -205,9 +191,7 @@ def _errors(
     difference = grad[rows].double() - wanted_grad
     parts = [_ratio(difference.gather(-1, index), wanted_grad.gather(-1, index))]
     if logits.shape[-1] > 1:
-        parts.append(
-            _ratio(difference.scatter(-1, index, 0.0), wanted_grad.scatter(-1, index, 0.0))
-        )
+        parts.append(_ratio(difference.scatter(-1, index, 0.0), wanted_grad.scatter(-1, index, 0.0)))
     grad_error = max(parts)
     bound = GRAD_BOUND[logits.dtype]
     if not (logp_error <= LOGP_BOUND and all(part <= bound for part in parts)):  # NaN fails too
@@ -246,24 +230,18 @@ def _sample(calls: dict[str, Call], count: int, device: torch.device) -> dict[st
 
 def _device(name: str) -> torch.device:
     if not torch.cuda.is_available():
-        raise ArgumentError(
-            "--device: expected a GPU that PyTorch sees, got none. Run `fused-logp-hub doctor`."
-        )
+        raise ArgumentError("--device: expected a GPU that PyTorch sees, got none. Run `fused-logp-hub doctor`.")
     try:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("cpu")
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         raise ArgumentError(f"--device: expected cuda or cuda:index, got {name!r}. Correct it.")
-    return torch.device(
-        "cuda", device.index if device.index is not None else torch.cuda.current_device()
-    )
+    return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
 
 
 def _shape(text: str) -> tuple[int, int]:
     rows, _, vocab = text.partition("x")
     if not (rows.isdecimal() and vocab.isdecimal() and int(rows) > 0 and int(vocab) > 0):
-        raise ArgumentError(
-            f"--shape: expected ROWSxVOCAB such as 4096x32000, got {text!r}. Correct it."
-        )
+        raise ArgumentError(f"--shape: expected ROWSxVOCAB such as 4096x32000, got {text!r}. Correct it.")
     return int(rows), int(vocab)

@@ -20,9 +20,7 @@ EXAMPLES = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", help="cpu or cuda[:index]; the GPU by default where PyTorch has one"
-    )
+    parser.add_argument("--device", help="cpu or cuda[:index]; the GPU by default where PyTorch has one")
     parser.add_argument("--steps", type=int, default=50, help="rollouts; %(default)s by default")
     parser.add_argument("--seed", type=int, default=0, help="%(default)s by default")
     parser.add_argument("--kernel", choices=_selection.KERNEL_NAMES, default=_selection.AUTO)
@@ -35,13 +33,9 @@ def run(options: argparse.Namespace) -> int:
     if kernel == _selection.AUTO:
         kernel = _selection.forced_by_environment() or kernel
     if device.type == "cpu" and kernel not in (_selection.AUTO, _selection.REFERENCE):
-        raise ArgumentError(
-            f"kernel: expected auto or reference on the CPU, got {kernel}. Pass --device cuda."
-        )
+        raise ArgumentError(f"kernel: expected auto or reference on the CPU, got {kernel}. Pass --device cuda.")
     if options.steps < 1:
-        raise ArgumentError(
-            f"--steps: expected at least 1, got {options.steps}. Pass a positive number."
-        )
+        raise ArgumentError(f"--steps: expected at least 1, got {options.steps}. Pass a positive number.")
     threads = torch.get_num_threads()
     # Matrices this small gain nothing from a second thread, and on a busy machine lose much to it.
     torch.set_num_threads(1)
@@ -67,9 +61,7 @@ def _train(trainer: grpo.Trainer, steps: int, console: Console) -> int:
     logp_error, grad_error = grpo.largest([(s.logp_error, s.grad_error) for s in done])
 
     table = make_table("held-out prompt", "before", "after", "right")
-    for texts in zip(
-        shown, completions_before, completions_after, task.answers(shown), strict=True
-    ):
+    for texts in zip(shown, completions_before, completions_after, task.answers(shown), strict=True):
         table.add_row(*map(task.to_text, texts))
     console.print(table)
     assert trainer.explanations is not None  # there was a step
@@ -92,9 +84,7 @@ def _run_steps(trainer: grpo.Trainer, steps: int, console: Console) -> list[grpo
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = progress.add_task("reward  -  ", total=steps)
         for number in range(1, steps + 1):
             done.append(trainer.step())
@@ -107,9 +97,7 @@ def _run_steps(trainer: grpo.Trainer, steps: int, console: Console) -> list[grpo
 def _verdict(before: float, after: float, logp_error: float, grad_error: float) -> int:
     failures = []
     if not after > before:
-        failures.append(
-            f"reward: expected a rise from {before:.3f}, got {after:.3f}. Pass more --steps."
-        )
+        failures.append(f"reward: expected a rise from {before:.3f}, got {after:.3f}. Pass more --steps.")
     if not (logp_error <= ERROR_BOUND and grad_error <= ERROR_BOUND):  # NaN fails too
         failures.append(
             f"error: expected at most {ERROR_BOUND:.0e} from float64, got {logp_error:.1e} in logp "
@@ -127,18 +115,13 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ArgumentError(
-            f"--device: expected cpu or cuda[:index], got {name!r}. Correct the name."
-        ) from None
+        raise ArgumentError(f"--device: expected cpu or cuda[:index], got {name!r}. Correct the name.") from None
     if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(
-            f"--device: expected cpu or cuda[:index], got {name!r}. Pass one of them."
-        )
+        raise ArgumentError(f"--device: expected cpu or cuda[:index], got {name!r}. Pass one of them.")
     count = torch.cuda.device_count() if available else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ArgumentError(
-            f"--device: expected one of the {count} GPUs that PyTorch sees, got {name!r}. "
-            "Run `fused-logp-hub doctor`."
+            f"--device: expected one of the {count} GPUs that PyTorch sees, got {name!r}. Run `fused-logp-hub doctor`."
         )
     return device
 

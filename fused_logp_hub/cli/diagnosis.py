@@ -59,9 +59,7 @@ def diagnose() -> Diagnosis:
     with problems.step("reference on the CPU"):
         found.reference_works = probes.run_reference()
         if not found.reference_works:
-            problems.add(
-                "reference: expected the contract's errors, got larger. Reinstall PyTorch."
-            )
+            problems.add("reference: expected the contract's errors, got larger. Reinstall PyTorch.")
     requested = _requested(found.forced_kernel, problems)
     manifest, directory = None, _manifest.CUBIN_DIR
     with problems.step(str(directory)):
@@ -131,9 +129,7 @@ def _build(manifest: _manifest.Manifest) -> str:
 def _cubins(manifest: _manifest.Manifest, problems: Problems) -> list[CubinFacts]:
     all_facts = []
     for cubin in manifest.cubins:
-        facts = CubinFacts(
-            cubin.file, cubin.arch, cubin.size, cubin.min_driver, cubin.sha256, verified=False
-        )
+        facts = CubinFacts(cubin.file, cubin.arch, cubin.size, cubin.min_driver, cubin.sha256, verified=False)
         with problems.step(cubin.file):
             manifest.read_cubin(cubin)
             facts.verified = True

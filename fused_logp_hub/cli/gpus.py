@@ -43,10 +43,7 @@ def examine_driver(problems: Problems) -> tuple[str | None, int]:
 def examine_torch(count: int, problems: Problems) -> bool:
     """Whether PyTorch runs CUDA here."""
     if torch.version.cuda is None:
-        problems.add(
-            f"torch: expected a build with CUDA, got {torch.__version__}. "
-            "Install one from pytorch.org."
-        )
+        problems.add(f"torch: expected a build with CUDA, got {torch.__version__}. Install one from pytorch.org.")
         return False
     available = False
     with problems.step("torch.cuda"):
@@ -72,9 +69,7 @@ def examine_gpus(
             gpus.append(gpu)
             if manifest is None:
                 continue
-            gpu.cases = probes.select_cases(
-                manifest, requested, device.capability, device.driver_cuda
-            )
+            gpu.cases = probes.select_cases(manifest, requested, device.capability, device.driver_cuda)
             _report_unmatched(gpu, problems)
             if torch_runs_cuda:
                 _run(gpu, problems)

@@ -47,9 +47,7 @@ class Trainer:
         self.policy = Policy().to(device)
         self.explanations: tuple[Explanation, Explanation] | None = None
         """Of the forward and the backward, for the logits of the first update."""
-        self._optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0
-        )
+        self._optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         self._prompts = torch.Generator().manual_seed(seed)
         self._samples = torch.Generator(device).manual_seed(seed)
         self.held_out = self._draw(HELD_OUT, held_out=True)
@@ -87,9 +85,7 @@ class Trainer:
             tokens = torch.cat([tokens, chosen[:, None]], 1)
         return tokens[:, task.PROMPT_LENGTH :]
 
-    def _update(
-        self, tokens: Tensor, labels: Tensor, old: Tensor, advantages: Tensor
-    ) -> tuple[float, float]:
+    def _update(self, tokens: Tensor, labels: Tensor, old: Tensor, advantages: Tensor) -> tuple[float, float]:
         logits = self.policy(tokens)
         new = self._logp(logits, labels)
         for tensor in (logits, new):
@@ -151,6 +147,4 @@ def clipped_loss(new: Tensor, old: Tensor, advantages: Tensor, counted: Tensor) 
     """
     ratio = (new - old).exp()
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-    return (
-        -(torch.minimum(ratio * advantages, clipped * advantages) * counted).sum() / counted.sum()
-    )
+    return -(torch.minimum(ratio * advantages, clipped * advantages) * counted).sum() / counted.sum()

@@ -21,9 +21,7 @@ class Policy(nn.Module):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.merge = nn.Linear(WIDTH, WIDTH)
         self.norm_mlp = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         self.norm_head = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, task.VOCAB_SIZE, bias=False)
         nn.init.normal_(self.head.weight, std=0.02)  # starts near the uniform distribution
@@ -40,9 +38,7 @@ class Policy(nn.Module):
         b, t, _ = x.shape
         places = torch.arange(t, device=x.device)
         # Every column sees itself, padding too: a row of attention without columns gives NaN.
-        mask = (present[:, None, None, :] & (places[:, None] >= places)) | (
-            places[:, None] == places
-        )
+        mask = (present[:, None, None, :] & (places[:, None] >= places)) | (places[:, None] == places)
         q, k, v = self.qkv(x).view(b, t, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         merged: Tensor = self.merge(attended.transpose(1, 2).reshape(b, t, WIDTH))

@@ -68,9 +68,7 @@ class Case:
         return self.logp_error <= _LOGP_BOUND and self.grad_error <= _GRAD_BOUNDS[self.dtype]
 
 
-def select_cases(
-    manifest: Manifest, requested: str, capability: tuple[int, int], driver_cuda: int
-) -> list[Case]:
+def select_cases(manifest: Manifest, requested: str, capability: tuple[int, int], driver_cuda: int) -> list[Case]:
     """Every case with what a call would run and why; touches no GPU."""
     thresholds = manifest.row_thresholds(_FORWARD)
     row_classes = [(limit, f"<= {limit}") for limit in thresholds]
@@ -123,9 +121,7 @@ def _choice(selection: _selection.Selection) -> Choice:
         built_for = "is built for " + ", ".join(v.cubin.arch for v in verdicts)
         reasons.append(f"{kernel.name} ({kernel.module}) {fitting[0] if fitting else built_for}")
     if chosen is None:
-        return Choice(
-            None, None, None, None, "; ".join(reasons) or "no kernel of this dtype is shipped"
-        )
+        return Choice(None, None, None, None, "; ".join(reasons) or "no kernel of this dtype is shipped")
     kernel, cubin = chosen.kernel, chosen.cubin
     return Choice(
         kernel.name,
