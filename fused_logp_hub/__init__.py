@@ -18,8 +18,11 @@ from fused_logp_hub._errors import (
     NoMatchingKernelError,
     SecondDerivativeError,
 )
-from fused_logp_hub._inspect import available_kernels, explain_selection, preload
+from fused_logp_hub._inspect import available_kernels, explain_selection, preload, preload_if_initialized
 from fused_logp_hub._version import __version__
+
+preload_if_initialized()
+del preload_if_initialized
 
 __all__ = [
     "ArgumentError",

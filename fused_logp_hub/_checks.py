@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +31,8 @@ def make_problem(
     on_invalid: str,
 ) -> Problem:
     """The checked problem; row_mask is [...] bool."""
-    if not isinstance(logits, Tensor):
-        raise ArgumentTypeError(f"logits: expected a torch.Tensor, got {type(logits).__name__}. Pass a tensor.")
-    if not isinstance(token_ids, Tensor):
-        raise ArgumentTypeError(f"token_ids: expected a torch.Tensor, got {type(token_ids).__name__}. Pass one.")
+    tensor("logits", logits)
+    tensor("token_ids", token_ids)
     shape, ids_shape = logits.shape, token_ids.shape
     if logits.dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"logits: expected dtype {_names(FLOAT_DTYPES)}, got {logits.dtype}. Cast the logits.")
@@ -59,11 +60,15 @@ def make_problem(
     rows = None
     if isinstance(temperature, Tensor):
         rows, temperature = _temperature_rows(temperature, logits), 1.0
-    elif temperature != 1.0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:  # NaN fails too
-        raise ArgumentError(
-            f"temperature: expected a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}. "
-            "Use greedy decoding's own code for a temperature of 0."
-        )
+    elif temperature != 1.0:
+        _number("temperature", temperature)
+        if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:  # NaN fails too
+            raise ArgumentError(
+                f"temperature: expected a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}. "
+                "Use greedy decoding's own code for a temperature of 0."
+            )
+    if ignore_index is not None and (type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63):
+        _index("ignore_index", ignore_index)
     if on_invalid not in ON_INVALID:
         raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
     problem = Problem(
@@ -83,6 +88,12 @@ def make_problem(
     return problem
 
 
+def tensor(name: str, value: object) -> None:
+    """ArgumentTypeError unless the argument is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}. Pass a tensor.")
+
+
 def same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
     """ArgumentError unless the tensor lies on the logits' device."""
     if tensor.device != logits.device:
@@ -92,17 +103,16 @@ def same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
 
 
 def leading_tensor(
-    name: str, tensor: Tensor, logits: Tensor, dtypes: Sequence[torch.dtype], tail: Sequence[int] = ()
+    name: str, value: Tensor, logits: Tensor, dtypes: Sequence[torch.dtype], tail: Sequence[int] = ()
 ) -> None:
     """ArgumentError unless the tensor is [..., *tail] over the logits' leading dimensions, on their device."""
     expected = [*logits.shape[:-1], *tail]
-    if not isinstance(tensor, Tensor):
-        raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}. Pass a tensor.")
-    if list(tensor.shape) != expected:
-        raise ArgumentError(f"{name}: expected shape {expected}, got {list(tensor.shape)}. Match the logits.")
-    if tensor.dtype not in dtypes:
-        raise ArgumentError(f"{name}: expected dtype {_names(dtypes)}, got {tensor.dtype}. Cast it.")
-    same_device(name, tensor, logits)
+    tensor(name, value)
+    if list(value.shape) != expected:
+        raise ArgumentError(f"{name}: expected shape {expected}, got {list(value.shape)}. Match the logits.")
+    if value.dtype not in dtypes:
+        raise ArgumentError(f"{name}: expected dtype {_names(dtypes)}, got {value.dtype}. Cast it.")
+    same_device(name, value, logits)
 
 
 def output(name: str, tensor: Tensor, logits: Tensor, dtypes: Sequence[torch.dtype], tail: Sequence[int] = ()) -> None:
@@ -124,8 +134,7 @@ def no_autograd(name: str, tensor: Tensor) -> None:
 
 def row_indices(indices: Tensor, logits: Tensor) -> None:
     """ArgumentError unless the indices are [M] int32 or int64 on the logits' device."""
-    if not isinstance(indices, Tensor):
-        raise ArgumentTypeError(f"row_indices: expected a torch.Tensor, got {type(indices).__name__}. Pass a tensor.")
+    tensor("row_indices", indices)
     if indices.dim() != 1 or indices.dtype not in INDEX_DTYPES:
         raise ArgumentError(
             f"row_indices: expected shape [M], int32 or int64, got {list(indices.shape)}, {indices.dtype}. "
@@ -136,8 +145,7 @@ def row_indices(indices: Tensor, logits: Tensor) -> None:
 
 def grad_logits(out: Tensor, logits: Tensor) -> None:
     """ArgumentError unless the gradient can be written there: its own memory, or exactly the logits'."""
-    if not isinstance(out, Tensor):
-        raise ArgumentTypeError(f"grad_logits: expected a torch.Tensor, got {type(out).__name__}. Pass a tensor.")
+    tensor("grad_logits", out)
     if out.shape != logits.shape or out.dtype != logits.dtype:
         raise ArgumentError(
             f"grad_logits: expected shape {list(logits.shape)}, {logits.dtype}, as the logits, "
@@ -168,6 +176,22 @@ def collapse_one(tensor: Tensor) -> object:
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def _number(name: str, value: object) -> None:
+    if not isinstance(value, Real):
+        raise ArgumentTypeError(f"{name}: expected a number, got {type(value).__name__}. Pass a float.")
+
+
+def _index(name: str, value: Any) -> None:
+    """What make_problem's quick test did not let through: NumPy's integers are fine, the rest is not."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise ArgumentTypeError(f"{name}: expected an int or None, got {kind}. Pass an int.") from None
+    if not -(2**63) <= number < 2**63:
+        raise ArgumentError(f"{name}: expected a 64-bit integer, got {number}. Use one that ids can hold.")
 
 
 def _flat_mask(mask: Tensor, logits: Tensor) -> Tensor:

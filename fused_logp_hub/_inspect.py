@@ -128,4 +128,6 @@ def _ordinal(device: int | str | torch.device | None) -> int:
     resolved = torch.device("cuda" if device is None else device)
     if resolved.type != "cuda":
         raise ArgumentError(f"device: expected a CUDA device, got {resolved}. Pass 'cuda' or an index.")
-    return torch.cuda.current_device() if resolved.index is None else resolved.index
+    if resolved.index is not None:
+        return resolved.index
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0  # 0: the driver says what is missing

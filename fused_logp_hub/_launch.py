@@ -41,7 +41,8 @@ def row_alignment(tensor: Tensor) -> int:
     bits = tensor.data_ptr() | 16
     size = tensor.element_size()
     if tensor.dim() == 2:  # the usual case
-        bits |= tensor.stride(0) * size
+        if tensor.size(0) > 1:
+            bits |= tensor.stride(0) * size
     else:
         for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
             if length > 1:
@@ -85,10 +86,11 @@ def forward(
     row_max: int,
     log_sum: int,
     entropy: int,
+    raw: bool,
 ) -> None:
-    """Launch the forward; the statistics are addresses, 0 where not wanted."""
+    """Launch the forward; the statistics are addresses, 0 where not wanted. raw: row_max of the logits, not / T."""
     function = plan("logp_forward", requested, problem.logits, problem.num_rows)
-    values, _ = _common(problem, logp.data_ptr(), _DTYPE_CODES[logp.dtype], row_max, log_sum, entropy)
+    values, _ = _common(problem, logp.data_ptr(), _DTYPE_CODES[logp.dtype], row_max, log_sum, entropy, raw)
     grid, _ = _grid(function, problem)
     function.launch(grid, current_stream(function.device.ordinal), _params.LOGP_FORWARD, values)
 
@@ -98,6 +100,7 @@ def backward(
     row_max: int,
     log_sum: int,
     entropy: int,
+    raw: bool,
     grad_logp: Tensor,
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
@@ -105,7 +108,7 @@ def backward(
     """Launch the backward into grad_logits [..., V]; grad_logp has the ids' shape, grad_entropy is [...]."""
     function = plan("logp_backward", _selection.AUTO, problem.logits, problem.num_rows)
     others = (grad_logits, grad_logp) if grad_entropy is None else (grad_logits, grad_logp, grad_entropy)
-    values, strides = _common(problem, 0, 0, row_max, log_sum, entropy, others)
+    values, strides = _common(problem, 0, 0, row_max, log_sum, entropy, raw, others)
     grid, tiles_per_block = _grid(function, problem)
     to, of_logp = strides[0], strides[1]
     of_entropy = strides[2] if grad_entropy is not None else (0, 0)
@@ -144,6 +147,7 @@ def _common(
     row_max: int,
     log_sum: int,
     entropy: int,
+    raw: bool,
     others: tuple[Tensor, ...] = (),
 ) -> tuple[tuple[object, ...], list[tuple[int, int]]]:
     """The parameters that forward and backward share, and the row strides of the other tensors."""
@@ -166,7 +170,7 @@ def _common(
         problem.num_rows, inner_rows, problem.vocab_size, problem.num_ids,
         0 if ignore is None else ignore,
         1.0 / problem.temperature,
-        ignore is not None, problem.invalid_is_nan, ids.element_size(), logp_dtype,
+        ignore is not None, problem.invalid_is_nan, ids.element_size(), logp_dtype, raw, 0,
     )  # fmt: skip
     return values, strides[2:]
 

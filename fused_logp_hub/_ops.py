@@ -34,16 +34,20 @@ def forward(
     row_max: Tensor | None,
     log_sum: Tensor | None,
     entropy: Tensor | None,
+    raw: bool,
 ) -> None:
-    """Fill logp, shaped as the ids, and where given the statistics [...]; all outputs contiguous."""
+    """Fill logp, shaped as the ids, and where given the statistics [...]; all outputs contiguous.
+
+    raw: row_max is of the logits and not of logits / T, which is what a backward loses no precision with.
+    """
     if problem.num_rows == 0:
         return
     if not uses_reference(problem.logits, kernel):
-        _launch.forward(problem.readable(), kernel, logp, _address(row_max), _address(log_sum), _address(entropy))
+        _launch.forward(problem.readable(), kernel, logp, _address(row_max), _address(log_sum), _address(entropy), raw)
         return
     n = problem.num_rows
     row_max, log_sum, entropy = (None if t is None else t.view(n) for t in (row_max, log_sum, entropy))
-    _reference.forward(problem.reshaped(n), logp.view(n, -1), row_max, log_sum, entropy)
+    _reference.forward(problem.reshaped(n), logp.view(n, -1), row_max, log_sum, entropy, raw)
 
 
 def backward(
@@ -52,6 +56,7 @@ def backward(
     row_max: Tensor,
     log_sum: Tensor,
     entropy: Tensor | None,
+    raw: bool,
     grad_logp: Tensor,
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
@@ -72,10 +77,10 @@ def backward(
         grad_entropy = None if grad_entropy is None else grad_entropy.reshape(leading)
     target = grad_logits if grad_logits.shape[:-1] == leading else _viewed(grad_logits, leading)
     if uses_reference(problem.logits, kernel):
-        _reference.backward(problem, row_max, log_sum, entropy, grad_logp, grad_entropy, target)
+        _reference.backward(problem, row_max, log_sum, entropy, raw, grad_logp, grad_entropy, target)
     else:
         statistics = (row_max.data_ptr(), log_sum.data_ptr(), _address(entropy))
-        _launch.backward(problem, *statistics, grad_logp, grad_entropy, target)
+        _launch.backward(problem, *statistics, raw, grad_logp, grad_entropy, target)
     if target.data_ptr() != grad_logits.data_ptr():
         grad_logits.copy_(target.view(grad_logits.shape))
 
@@ -95,7 +100,7 @@ def row_mask_from_indices(row_indices: Tensor, num_rows: int) -> Tensor:
 def run_forward(
     problem: Problem, kernel: str, out_dtype: torch.dtype, want_statistics: bool, want_entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`forward` into new memory: logp as the ids; row_max and log_sum as one tensor [2, ...]; entropy [...]."""
+    """`forward` into new memory: logp as the ids; raw row_max and log_sum as one tensor [2, ...]; entropy [...]."""
     logits = problem.logits
     device = logits.device
     logp = torch.empty(problem.token_ids.shape, dtype=out_dtype, device=device)
@@ -107,7 +112,7 @@ def run_forward(
             row_max, log_sum = statistics.unbind(0)
         if want_entropy:
             entropy = torch.empty(leading, dtype=acc, device=device)
-    forward(problem, kernel, logp, row_max, log_sum, entropy)
+    forward(problem, kernel, logp, row_max, log_sum, entropy, True)
     return logp, statistics, entropy
 
 
@@ -181,7 +186,7 @@ def run_backward(
         grad_logp = torch.zeros((), device=problem.logits.device).expand(problem.token_ids.shape)
     grad_logits = empty_grad(problem.logits)
     row_max, log_sum = statistics.unbind(0)
-    backward(problem, kernel, row_max, log_sum, entropy, grad_logp, grad_entropy, grad_logits)
+    backward(problem, kernel, row_max, log_sum, entropy, True, grad_logp, grad_entropy, grad_logits)
     return grad_logits
 
 

@@ -27,6 +27,8 @@ LOGP_FORWARD_FIELDS = (
     ("invalid_is_nan", "i"),
     ("token_id_bytes", "i"),
     ("logp_dtype", "i"),
+    ("row_max_is_raw", "i"),
+    ("unused", "i"),
 )
 LOGP_BACKWARD_FIELDS = (
     ("grad_logits", "Qqq"),
@@ -36,7 +38,7 @@ LOGP_BACKWARD_FIELDS = (
     ("grad_logp_dtype", "i"),
     ("grad_entropy_dtype", "i"),
     ("tiles_per_block", "i"),
-    ("unused", "i"),
+    ("unused_too", "i"),
 )
 ROW_MASK_FIELDS = (
     ("row_indices", "Q"),

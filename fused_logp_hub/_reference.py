@@ -22,6 +22,7 @@ def forward(
     row_max: Tensor | None,
     log_sum: Tensor | None,
     entropy: Tensor | None,
+    raw: bool,
 ) -> None:
     """Write logp [N, K] and, where given, the statistics [N] of every row."""
     for out in (logp, row_max, log_sum, entropy):
@@ -40,7 +41,7 @@ def forward(
         values = values.where(valid[rows], missing).where(~ignored[rows], 0.0)
         logp[rows] = values.to(logp.dtype)
         if row_max is not None:
-            row_max[rows] = (top * inv_t).squeeze(-1)
+            row_max[rows] = (top if raw else top * inv_t).squeeze(-1)
         if log_sum is not None:
             log_sum[rows] = log_s.squeeze(-1)
         if entropy is not None:
@@ -53,6 +54,7 @@ def backward(
     row_max: Tensor,
     log_sum: Tensor,
     entropy: Tensor | None,
+    raw: bool,
     grad_logp: Tensor,
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
@@ -70,13 +72,16 @@ def backward(
     scatters = active & (used != 0).any(-1)
     grad_logits[~(reads | scatters)] = 0
     for rows, x, inv_t in _chunks(problem, reads | scatters):
-        lp = (x * inv_t - row_max[rows, None]) - log_sum[rows, None]
+        top = row_max[rows, None]
+        lp = ((x - top) * inv_t if raw else x * inv_t - top) - log_sum[rows, None]
         w = weight[rows, None]
         if entropy is not None and grad_entropy is not None:
             w = w + entropy_weight[rows, None] * (lp.clamp(min=-1e3) + entropy[rows, None])
         # rows with no weight are 0 but for their ids, whatever the logits hold
         grad = (-(lp.exp() * w)).where(reads[rows, None], 0.0)
-        grad.scatter_add_(-1, ids[rows].where(valid[rows], 0), used[rows].where(valid[rows], 0.0))
+        columns, upstream = ids[rows].where(valid[rows], 0), used[rows].where(valid[rows], 0.0)
+        for k in range(columns.shape[1]):  # one id at a time: equal ids in one scatter add up in any order
+            grad.scatter_add_(-1, columns[:, k : k + 1], upstream[:, k : k + 1])
         grad_logits[rows] = (grad * inv_t).to(grad_logits.dtype)
 
 

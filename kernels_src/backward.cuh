@@ -26,8 +26,10 @@ constexpr int kBackwardBlocks = sizeof(typename T::Bits) == 8 ? 4 : 7;
 template <class T>
 struct RowGradient {
   using Acc = typename T::Acc;
-  Acc inv_t, scale;
-  Acc center, shift;   // log_b p_j = (x_j * scale - center) - shift, as in SoftmaxState
+  Acc inv_t;
+  // log_b p_j = (x_j * prescale - top) * scale - log_sum, in the base of SoftmaxState. With the logits' own
+  // maximum prescale is 1. With the maximum of logits / T, rounded, x_j / T is rounded alike.
+  Acc prescale, top, scale, log_sum;
   Acc weight;          // -G / T
   Acc entropy_weight;  // -h / T, for log_b p
   Acc base_weight;     // -(G + h * H) / T
@@ -35,10 +37,7 @@ struct RowGradient {
   // The softmax's share of the gradient at a logit.
   template <bool kEntropy>
   __device__ __forceinline__ Acc at(Acc x) const {
-    // row_max is rounded after the division by T. Rounding x / T alike keeps x - row_max exact; for 16-bit
-    // logits and gradients the difference is far below their own rounding, and the product is saved.
-    const Acc z = sizeof(typename T::Bits) == 2 ? x : x * inv_t;
-    const Acc t = Math<Acc>::fma(z, scale, -center) - shift;
+    const Acc t = Math<Acc>::fma(x * prescale - top, scale, -log_sum);
     const Acc p = Math<Acc>::exp_base(t);
     if constexpr (!kEntropy) return p * weight;
     // p is 0 wherever the bound acts, so that 0 * log 0 is 0
@@ -82,10 +81,10 @@ __device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 
     g.entropy_weight = -g.inv_t * entropy_sum * Math<Acc>::log_unit();
     g.base_weight += -g.inv_t * entropy_sum * static_cast<const Acc*>(p.entropy)[row];
   }
-  const Acc one = Math<Acc>::scale(Acc(1));
-  g.scale = sizeof(typename T::Bits) == 2 ? Math<Acc>::scale(g.inv_t) : one;
-  g.center = row_max * one;
-  g.shift = Math<Acc>::fma(row_max, one, -g.center) + log_sum * one;
+  g.top = row_max;
+  g.prescale = p.row_max_is_raw ? Acc(1) : g.inv_t;
+  g.scale = Math<Acc>::scale(p.row_max_is_raw ? g.inv_t : Acc(1));
+  g.log_sum = log_sum * Math<Acc>::scale(Acc(1));
   return g;
 }
 

@@ -123,9 +123,9 @@ __device__ __forceinline__ void write_row(const LogpParams& p, u32 row, const Ro
                                           const TargetLogit<T>& target, typename T::Acc inv_t) {
   using Acc = typename T::Acc;
   const int lane = threadIdx.x % kWarp;
-  const Acc log_sum = state.log_sum(Math<Acc>::scale(inv_t));
+  const Acc log_sum = state.log_sum();
   if (lane == 0) {
-    store_statistic(p.row_max, row, state.m * inv_t);
+    store_statistic(p.row_max, row, p.row_max_is_raw ? state.m : state.m * inv_t);
     store_statistic(p.log_sum, row, log_sum);
     store_statistic(p.entropy, row, state.entropy());
   }

@@ -39,10 +39,10 @@ struct TwoPassScan {
 
   __device__ __forceinline__ SoftmaxState<Acc> segment(const RowReader<T>& reader, u32 first, u32 last,
                                                        Acc scale) const {
-    const Acc c = SoftmaxState<Acc>::center(top, scale);
+    const Acc ref = SoftmaxState<Acc>::reference(top);
     SoftmaxState<Acc> state = {top, Acc(0), Acc(0)};
     visit_tiles<T, kAligned>(reader, first, last, [&](const auto& v) {
-      state.template add_centered<T, kEntropy>(v, c, scale);
+      state.template add_from<T, kEntropy>(v, ref, scale);
     });
     state.s = SoftmaxState<Acc>::warp_sum(state.s);
     if constexpr (kEntropy) state.u = SoftmaxState<Acc>::warp_sum(state.u);

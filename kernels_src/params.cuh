@@ -36,6 +36,8 @@ struct LogpParams {
   i32 invalid_is_nan;  // what an id outside [0, vocab_size) gives: NaN, or 0
   i32 token_id_bytes;  // 4 or 8
   i32 logp_dtype;      // a DType
+  i32 row_max_is_raw;  // row_max is of the logits, not of logits / T: what loses no precision
+  i32 unused;
   // From here on read by the backward only.
   RowView grad_logits;  // may be the logits themselves
   RowView grad_logp;
@@ -44,7 +46,7 @@ struct LogpParams {
   i32 grad_logp_dtype;
   i32 grad_entropy_dtype;
   i32 tiles_per_block;  // consecutive tiles of one row that a block of the backward takes
-  i32 unused;
+  i32 unused_too;
 };
 
 struct RowMaskParams {

@@ -48,9 +48,7 @@ def gpus(monkeypatch):
 
     def put(*capabilities, driver_cuda=13000):
         def device(index):
-            return SimpleNamespace(
-                name="Test GPU", capability=capabilities[index], driver_cuda=driver_cuda
-            )
+            return SimpleNamespace(name="Test GPU", capability=capabilities[index], driver_cuda=driver_cuda)
 
         monkeypatch.setattr(_driver, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(_driver, "driver_version", lambda: driver_cuda)

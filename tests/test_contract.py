@@ -38,9 +38,7 @@ class Run:
         self.accumulated = torch.float64 if dtype == torch.float64 else torch.float32
         self.num_rows = self.logits.shape[:-1].numel()
         self.launches = min(self.num_rows, 1)
-        self.runs = (
-            variant.kernel != "tma" or not self.num_rows or tma_fits(self.logits, case.copied)
-        )
+        self.runs = variant.kernel != "tma" or not self.num_rows or tma_fits(self.logits, case.copied)
 
     def forward(self, logits: Tensor | None = None, **kwargs) -> object:
         logits = self.logits if logits is None else logits
@@ -58,7 +56,7 @@ class Run:
         return g, h
 
     def refuse(self, ran: list[str]) -> None:
-        with pytest.raises(NoMatchingKernelError, match="rows aligned to 16 bytes|exactly 9.0"):
+        with pytest.raises(NoMatchingKernelError, match=r"rows aligned to 16 bytes|exactly 9.0"):
             self.forward()
         assert not [s for s in ran if s.startswith("logp_")]
 
@@ -90,17 +88,13 @@ def test_forward(case, dtype, variant, make_run, ran):
     assert same_bits(alone.log_sum, result.log_sum)
 
 
-def assert_forward(
-    run: Run, logp: Tensor, entropy: Tensor, row_max: Tensor, log_sum: Tensor
-) -> None:
+def assert_forward(run: Run, logp: Tensor, entropy: Tensor, row_max: Tensor, log_sum: Tensor) -> None:
     expected, dtype = run.expected(), run.dtype
     for tensor in (logp, entropy, row_max, log_sum):
         assert tensor.dtype == run.accumulated
         assert tensor.device == run.logits.device
     assert_values("logp", logp, expected.logp, dtype)
-    assert (logp[expected.zero] == 0).all(), (
-        "logp: expected exactly 0 in rows left out and at invalid ids"
-    )
+    assert (logp[expected.zero] == 0).all(), "logp: expected exactly 0 in rows left out and at invalid ids"
     assert not (logp > 0).any(), "logp: expected at most 0"
     for name, actual in (("entropy", entropy), ("row_max", row_max), ("log_sum", log_sum)):
         # NaN is allowed in a broken row, not asked for
@@ -110,9 +104,7 @@ def assert_forward(
             getattr(expected, name).where(~expected.broken, 0.0),
             dtype,
         )
-        assert (actual[expected.left_out] == 0).all(), (
-            f"{name}: expected exactly 0 in rows left out"
-        )
+        assert (actual[expected.left_out] == 0).all(), f"{name}: expected exactly 0 in rows left out"
 
 
 def guarded(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -132,20 +124,19 @@ def test_out(case, dtype, variant, make_run, ran):
         stores.append(store)
     if not run.runs:
         with pytest.raises(NoMatchingKernelError):
-            fused_logp_out(
-                run.logits, run.ids, out=out, **statistics, kernel=variant.kernel, **run.kwargs
-            )
+            fused_logp_out(run.logits, run.ids, out=out, **statistics, kernel=variant.kernel, **run.kwargs)
         assert all((s == 7).all() for s in stores), "written although refused"
         return
-    returned = fused_logp_out(
-        run.logits, run.ids, out=out, **statistics, kernel=variant.kernel, **run.kwargs
-    )
+    returned = fused_logp_out(run.logits, run.ids, out=out, **statistics, kernel=variant.kernel, **run.kwargs)
     assert returned is out
     assert_ran(ran, variant, dtype, forwards=run.launches)
     assert_forward(run, out, **statistics)
     for store in stores:
         assert (store[:32] == 7).all()
         assert (store[-32:] == 7).all()
+    allocated = run.forward(return_lse=True, return_entropy=True)
+    for name, tensor in statistics.items():
+        assert same_bits(tensor.nan_to_num(1.0), getattr(allocated, name).nan_to_num(1.0)), name
     # every output but out is optional, and out may have any float dtype
     for out_dtype in ALL if run.logits.numel() < 100_000 else [torch.bfloat16]:
         out, store = guarded(run.ids.shape, out_dtype, device)
@@ -160,7 +151,8 @@ def test_out(case, dtype, variant, make_run, ran):
 def test_backward(case, dtype, variant, make_run, ran):
     run = make_run(case, dtype, variant)
     if not run.runs:
-        return  # test_forward sees it refused
+        run.refuse(ran)
+        return
     x = run.logits.detach().requires_grad_()
     g, h = run.upstream()
     before = run.logits.clone()
@@ -175,9 +167,7 @@ def test_backward(case, dtype, variant, make_run, ran):
     assert_gradient(grad, backward64(None, h, run.logits, run.ids, **run.kwargs), dtype)
     (grad,) = torch.autograd.grad([result.logp, result.entropy], x, [g, h])
     assert_gradient(grad, backward64(g, h, run.logits, run.ids, **run.kwargs), dtype)
-    assert torch.equal(run.logits.nan_to_num(0.5), before.nan_to_num(0.5)), (
-        "the logits were changed"
-    )
+    assert torch.equal(run.logits.nan_to_num(0.5), before.nan_to_num(0.5)), "the logits were changed"
 
 
 def writable(logits: Tensor) -> bool:
@@ -199,38 +189,30 @@ def test_backward_functions(case, dtype, variant, with_entropy, make_run, ran):
         options.update(entropy=forward.entropy, grad_entropy=h)
     statistics = (run.ids, forward.row_max, forward.log_sum)
 
+    row_max = None if "temperature" not in options else run.expected().row_max
+
     ran.clear()
     grad = fused_logp_hub.fused_logp_backward(g, run.logits, *statistics, **options)
     assert_ran(ran, variant, dtype, forwards=0, backwards=run.launches)
-    assert_gradient(grad, expected, dtype)
+    assert_gradient(grad, expected, dtype, row_max)
 
     # rows three columns longer than V, at an odd offset: writes are neither aligned nor allowed beside
     v = run.logits.shape[-1]
     store = torch.full((run.num_rows * (v + 3) + 1,), 7.0, dtype=dtype, device=run.logits.device)
     rows = store[1:].view(*run.logits.shape[:-1], v + 3)
-    returned = fused_logp_hub.fused_logp_backward_out(
-        g, run.logits, *statistics, grad_logits=rows[..., :v], **options
-    )
+    returned = fused_logp_hub.fused_logp_backward_out(g, run.logits, *statistics, grad_logits=rows[..., :v], **options)
     assert returned.data_ptr() == rows.data_ptr()
-    assert same_bits(rows[..., :v].nan_to_num(1.0), grad.nan_to_num(1.0)), (
-        "the gradient's bits depend on its address"
-    )
+    assert same_bits(rows[..., :v].nan_to_num(1.0), grad.nan_to_num(1.0)), "the gradient's bits depend on its address"
     assert (rows[..., v:] == 7).all()
     assert store[0] == 7
 
     if writable(run.logits):
-        returned = fused_logp_hub.fused_logp_backward_out(
-            g, run.logits, *statistics, grad_logits=run.logits, **options
-        )
+        returned = fused_logp_hub.fused_logp_backward_out(g, run.logits, *statistics, grad_logits=run.logits, **options)
         assert returned is run.logits
-        assert same_bits(run.logits.nan_to_num(1.0), grad.nan_to_num(1.0)), (
-            "in place gives another gradient"
-        )
+        assert same_bits(run.logits.nan_to_num(1.0), grad.nan_to_num(1.0)), "in place gives another gradient"
     else:
-        with pytest.raises(ArgumentError, match="^grad_logits: expected rows"):
-            fused_logp_hub.fused_logp_backward_out(
-                g, run.logits, *statistics, grad_logits=run.logits, **options
-            )
+        with pytest.raises(ArgumentError, match=r"^grad_logits: expected rows"):
+            fused_logp_hub.fused_logp_backward_out(g, run.logits, *statistics, grad_logits=run.logits, **options)
 
 
 @pytest.mark.gpu
@@ -257,10 +239,10 @@ def test_rows_without_upstream_gradient_are_not_read(device, dtype):
     assert (grad[::2] != 0).any(-1).all()
 
 
-@pytest.mark.parametrize("v", [1000, 50257])
 @pytest.mark.parametrize("dtype", ALL, ids=SUFFIX.get)
-def test_gradient_norm(device, dtype, v):
+def test_gradient_norm(device, dtype):
     """The tolerance in the logits' own dtype; 256 rows, so that chance in rounding averages out."""
+    v = 50257 if device == "cuda" else 1000
     torch.manual_seed(v)
     x = torch.randn(256, v, device=device).mul_(3).to(dtype).requires_grad_()
     ids = torch.randint(v, (256,), device=device)
@@ -292,20 +274,12 @@ def test_oracle_agrees_with_torch(case):
         temperature = temperature.double().expand(keep.shape).unsqueeze(-1)
     assert not kwargs
     wide = ids if ids.dim() == logits.dim() else ids.unsqueeze(-1)
-    valid = (
-        (wide >= 0)
-        & (wide < logits.shape[-1])
-        & (wide != (-2 if ignore_index is None else ignore_index))
-    )
+    valid = (wide >= 0) & (wide < logits.shape[-1]) & (wide != (-2 if ignore_index is None else ignore_index))
     ignored = torch.zeros_like(valid) if ignore_index is None else wide == ignore_index
     read = keep & ~ignored.all(-1)
     x = logits.where(read.unsqueeze(-1), 0.0).requires_grad_()
     lp = torch.log_softmax(x / temperature, -1)
-    logp = (
-        lp.gather(-1, wide.long().where(valid, 0))
-        .where(valid & read.unsqueeze(-1), 0.0)
-        .view(ids.shape)
-    )
+    logp = lp.gather(-1, wide.long().where(valid, 0)).where(valid & read.unsqueeze(-1), 0.0).view(ids.shape)
     entropy = -(lp.exp() * lp.clamp(min=-1e300)).sum(-1).where(read, 0.0)
     logsumexp = torch.logsumexp(x / temperature, -1).where(read, 0.0)
     expected = forward64(logits, ids, **case.build("cpu", torch.float64)[2])
@@ -314,9 +288,7 @@ def test_oracle_agrees_with_torch(case):
         ("entropy", expected.entropy, entropy),
         ("logsumexp", expected.row_max + expected.log_sum, logsumexp),
     ):
-        torch.testing.assert_close(
-            ours, torchs.detach(), rtol=1e-12, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(ours, torchs.detach(), rtol=1e-12, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
     if logp.numel() and torch.isfinite(logits).all():
         g, h = torch.randn_like(logp), torch.randn_like(entropy)
         (grad,) = torch.autograd.grad([logp, entropy], x, [g, h])
@@ -349,9 +321,7 @@ def fuzz(device, leading, v, pad, offset, k, dtype, id_dtype, temperature, swap,
     store = torch.randn(offset + n * (v + pad), device=device, dtype=torch.float64).mul_(3)
     store = store.masked_fill(torch.rand_like(store) < neg_inf, -float("inf")).to(dtype)
     x = store[offset:].view(*leading, v + pad)[..., :v]
-    ids = torch.randint(
-        -2, v + 2, (*leading, *(() if k is None else (k,))), device=device, dtype=id_dtype
-    )
+    ids = torch.randint(-2, v + 2, (*leading, *(() if k is None else (k,))), device=device, dtype=id_dtype)
     if swap and len(leading) > 1:
         x, ids = x.transpose(0, 1), ids.transpose(0, 1)
     x[..., v // 2] = 0.5  # one finite value at least
@@ -365,20 +335,16 @@ def fuzz(device, leading, v, pad, offset, k, dtype, id_dtype, temperature, swap,
         if kernel == "tma" and not tma_fits(x, fused_logp_hub._problem.copy_reason(x) is not None):
             continue
         leaf = x.detach().requires_grad_()
-        result = fused_logp(
-            leaf, ids, **kwargs, kernel=kernel, return_lse=True, return_entropy=True
-        )
+        result = fused_logp(leaf, ids, **kwargs, kernel=kernel, return_lse=True, return_entropy=True)
         for name in ("logp", "entropy", "row_max", "log_sum"):
-            assert_values(
-                f"{kernel}: {name}", getattr(result, name), getattr(expected, name), dtype
-            )
+            assert_values(f"{kernel}: {name}", getattr(result, name), getattr(expected, name), dtype)
         upstream = [g.to(result.logp.dtype), h.to(result.logp.dtype)]
         (grad,) = torch.autograd.grad([result.logp, result.entropy], leaf, upstream)
         assert_gradient(grad, gradient, dtype)
 
 
 @settings(
-    max_examples=100,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,

@@ -15,9 +15,7 @@ def test_demo_improves_within_the_error_bound(capsys):
     text = capsys.readouterr().out
     before, after = map(float, re.search(r"([\d.]+) before, ([\d.]+) after", text).groups())
     assert after > before + 0.1
-    logp_error, grad_error = re.search(
-        r"\|logp difference\| (\S+), .* difference (\S+)", text
-    ).groups()
+    logp_error, grad_error = re.search(r"\|logp difference\| (\S+), .* difference (\S+)", text).groups()
     assert 0 < float(logp_error) <= 1e-5
     assert 0 < float(grad_error) <= 1e-5
     assert "logp_forward: reference\n" in text

@@ -61,9 +61,7 @@ def large():
 def test_g12_forward_needs_kilobytes(large, kernel, ran):
     x, ids = large
     with Peak() as peak:
-        result = fused_logp(
-            x, ids, temperature=0.7, kernel=kernel, return_lse=True, return_entropy=True
-        )
+        result = fused_logp(x, ids, temperature=0.7, kernel=kernel, return_lse=True, return_entropy=True)
     assert len(ran) == 1
     assert peak.bytes < 128 * KIB  # four float32 results of 4096 rows are 64 KiB
     assert torch.isfinite(result.logp).all()
@@ -114,9 +112,7 @@ def views(device="cuda"):
     }
 
 
-@pytest.mark.parametrize(
-    "view", ["transposed", "shifted", "expanded", "vocabulary slice", "stride 2"]
-)
+@pytest.mark.parametrize("view", ["transposed", "shifted", "expanded", "vocabulary slice", "stride 2"])
 def test_g4_views_are_read_in_place(view):
     x, copied = views()[view]
     ids = torch.randint(x.shape[-1], x.shape[:-1], device="cuda")
@@ -142,7 +138,11 @@ def test_g4_views_are_read_in_place(view):
 
 # ---- Streams and graphs.
 
+# PyTorch 2.9 on may advise on the streams of gradient accumulators; ours to test are the launches.
+stream_warnings = pytest.mark.filterwarnings("ignore:.*AccumulateGrad")
 
+
+@stream_warnings
 def test_g8_side_stream():
     """Slow work on a side stream, then ours there: a launch on the default stream would run ahead of the fill."""
     x, ids = batch()
@@ -169,6 +169,7 @@ def test_g8_side_stream():
     assert_gradient(grad, backward64(g, None, x, ids), x.dtype)
 
 
+@stream_warnings
 @pytest.mark.parametrize("kernel", ["auto", "online", "two_pass", "tma"])
 @pytest.mark.parametrize("n", [8, 512])  # the kernel for few rows, and those for many
 def test_g9_graph(kernel, n, ran):
@@ -184,9 +185,7 @@ def test_g9_graph(kernel, n, ran):
     fused_logp_hub.preload()
 
     def step():
-        result = fused_logp(
-            static_x, static_ids, temperature=0.7, return_entropy=True, kernel=kernel
-        )
+        result = fused_logp(static_x, static_ids, temperature=0.7, return_entropy=True, kernel=kernel)
         (grad,) = torch.autograd.grad([result.logp, result.entropy], static_x, [static_g, static_g])
         return result.logp, result.entropy, grad
 
@@ -209,9 +208,7 @@ def test_g9_graph(kernel, n, ran):
         graph.replay()
         torch.cuda.synchronize()
         assert_values("logp", logp.detach(), forward64(x, ids, temperature=0.7).logp, x.dtype)
-        assert_values(
-            "entropy", entropy.detach(), forward64(x, ids, temperature=0.7).entropy, x.dtype
-        )
+        assert_values("entropy", entropy.detach(), forward64(x, ids, temperature=0.7).entropy, x.dtype)
         assert_gradient(grad, backward64(static_g, static_g, x, ids, temperature=0.7), x.dtype)
     assert len(ran) == 2  # nothing was launched outside the graph
 
@@ -309,17 +306,17 @@ def test_g7_ids_on_another_device(ran):
     x, ids = batch(8, 1000)
     with pytest.raises(
         fused_logp_hub.ArgumentError,
-        match="^token_ids: expected device cuda:0, where the logits are, got cpu",
+        match=r"^token_ids: expected device cuda:0, where the logits are, got cpu",
     ):
         fused_logp(x, ids.cpu())
-    with pytest.raises(fused_logp_hub.ArgumentError, match="^row_mask: expected device cuda:0"):
+    with pytest.raises(fused_logp_hub.ArgumentError, match=r"^row_mask: expected device cuda:0"):
         fused_logp(x, ids, row_mask=torch.ones(8, dtype=torch.bool))
-    with pytest.raises(fused_logp_hub.ArgumentError, match="^row_indices: expected device cuda:0"):
+    with pytest.raises(fused_logp_hub.ArgumentError, match=r"^row_indices: expected device cuda:0"):
         fused_logp(x, ids, row_indices=torch.arange(8))
-    with pytest.raises(fused_logp_hub.ArgumentError, match="^temperature: expected device cuda:0"):
+    with pytest.raises(fused_logp_hub.ArgumentError, match=r"^temperature: expected device cuda:0"):
         fused_logp(x, ids, temperature=torch.ones(8))
     out = torch.full((8,), 7.0)
-    with pytest.raises(fused_logp_hub.ArgumentError, match="^out: expected device cuda:0"):
+    with pytest.raises(fused_logp_hub.ArgumentError, match=r"^out: expected device cuda:0"):
         fused_logp_out(x, ids, out=out)
     assert (out == 7).all()
     assert not ran
@@ -529,9 +526,7 @@ def test_available_kernels():
         assert ("logp_forward", "online", dtype) in usable
         assert ("logp_forward", "two_pass", dtype) in usable
         assert ("logp_backward", "backward", dtype) in usable
-        assert (("logp_forward", "tma", dtype) in usable) == (
-            torch.cuda.get_device_capability() == (9, 0)
-        )
+        assert (("logp_forward", "tma", dtype) in usable) == (torch.cuda.get_device_capability() == (9, 0))
     assert all(k.registers > 0 for k in kernels)
     assert all(isinstance(k.usable, bool) for k in kernels)
 
@@ -542,10 +537,7 @@ def test_explanations_hold(dtype, ran):
     for n in (8, 300):
         for v in (1000, 1001):
             x, ids = batch(n, v, dtype)
-            explained = [
-                fused_logp_hub.explain_selection(x, op=op)
-                for op in ("logp_forward", "logp_backward")
-            ]
+            explained = [fused_logp_hub.explain_selection(x, op=op) for op in ("logp_forward", "logp_backward")]
             assert not ran
             fused_logp(x.requires_grad_(), ids).sum().backward()
             assert ran == [e.symbol for e in explained]
@@ -565,7 +557,7 @@ def test_auto_never_takes_the_reference(ran, monkeypatch):
         "facts_of",
         lambda *a: _selection.Facts((7, 5), facts(*a).driver_cuda, "bfloat16", 16, 8),
     )
-    with pytest.raises(fused_logp_hub.NoMatchingKernelError, match="capability 7.5") as error:
+    with pytest.raises(fused_logp_hub.NoMatchingKernelError, match=r"capability 7.5") as error:
         fused_logp(x, ids)
     assert "sm_90" in str(error.value)
     assert not ran
@@ -583,7 +575,7 @@ def test_driver_errors_name_call_symbol_and_device():
     values = [0] * sum(len(codes) for _, codes in _params.LOGP_FORWARD_FIELDS)
     with pytest.raises(
         fused_logp_hub.DriverError,
-        match="^cuLaunchKernel for logp_forward_two_pass_bf16 on device 0: expected success, got CUDA_ERROR_INVALID_VALUE",
+        match=r"^cuLaunchKernel for logp_forward_two_pass_bf16 on device 0: .* got CUDA_ERROR_INVALID_VALUE",
     ):
         broken.launch(1, _launch.current_stream(0), _params.LOGP_FORWARD, values)
     torch.cuda.synchronize()

@@ -52,9 +52,7 @@ class Bits:
 
     def assert_same(self, rows, other: Bits, other_rows, where: str) -> None:
         for name, tensor in self.tensors.items():
-            assert same_bits(tensor[rows], other.tensors[name][other_rows]), (
-                f"{name} differs {where}"
-            )
+            assert same_bits(tensor[rows], other.tensors[name][other_rows]), f"{name} differs {where}"
 
 
 class Rows:
@@ -74,9 +72,7 @@ class Rows:
             self.whole[kernel] = Bits(self.x, self.ids, self.g, self.h, kernel)
         return self.whole[kernel]
 
-    def some(
-        self, index: Tensor, kernel: str, layout: Callable[[Tensor], Tensor] | None = None
-    ) -> Bits:
+    def some(self, index: Tensor, kernel: str, layout: Callable[[Tensor], Tensor] | None = None) -> Bits:
         """The listed rows in new memory: contiguous, but for `tma`, which needs them aligned."""
         if layout is None:
             layout = aligned if kernel == "tma" else torch.clone
@@ -132,9 +128,7 @@ def test_number_of_rows_when_aligned(rows, kernel):
     whole = rows.bits(kernel)
     for n in (1, 8, 100, 300):
         index = torch.arange(n, device="cuda") * 13
-        rows.some(index, kernel, aligned).assert_same(
-            slice(None), whole, index, f"in {n} aligned rows"
-        )
+        rows.some(index, kernel, aligned).assert_same(slice(None), whole, index, f"in {n} aligned rows")
 
 
 @pytest.mark.parametrize("offset", range(1, 8))
@@ -146,17 +140,13 @@ def test_alignment(rows, kernel, offset):
     index = torch.tensor([*CHOSEN, 2, 3, 4, 5], device="cuda")
 
     def moved(x: Tensor, pad: int) -> Tensor:
-        store = torch.full(
-            (offset + x.shape[0] * (v + pad),), float("nan"), device="cuda", dtype=x.dtype
-        )
+        store = torch.full((offset + x.shape[0] * (v + pad),), float("nan"), device="cuda", dtype=x.dtype)
         to = store[offset:].view(x.shape[0], v + pad)[:, :v]
         return to.copy_(x)
 
     for pad in (0, 1, 8):
         batch = rows.some(index, kernel, lambda x, pad=pad: moved(x, pad))
-        batch.assert_same(
-            slice(None), whole, index, f"{offset} elements further, rows {pad} longer"
-        )
+        batch.assert_same(slice(None), whole, index, f"{offset} elements further, rows {pad} longer")
 
 
 def test_listed_rows(rows, kernel):
@@ -199,9 +189,7 @@ def test_per_row_temperature(rows, kernel):
 def test_online_and_tma_agree(rows):
     if not tma_fits(rows.x, copied=False):
         pytest.skip("the bulk copy needs compute capability 9.0")
-    rows.bits("tma").assert_same(
-        slice(None), rows.bits("online"), slice(None), "between tma and online"
-    )
+    rows.bits("tma").assert_same(slice(None), rows.bits("online"), slice(None), "between tma and online")
 
 
 # ---- Beyond 2^31 elements. Built a few rows at a time, so that no other tensor is that large.

@@ -242,9 +242,7 @@ def test_s4_not_utf8(folder):
 def test_s4_missing_manifest(tmp_path):
     with pytest.raises(CubinError) as error:
         load_manifest(tmp_path / "nowhere")
-    assert str(error.value).startswith(
-        f"{tmp_path / 'nowhere' / 'manifest.json'}: expected the kernel manifest, got"
-    )
+    assert str(error.value).startswith(f"{tmp_path / 'nowhere' / 'manifest.json'}: expected the kernel manifest, got")
     assert isinstance(error.value, KernelUnavailableError)
 
 

@@ -114,18 +114,13 @@ def test_the_forward_reads_a_prefix(header):
 
 def test_dtype_codes(header):
     enum = re.search(r"enum DType : i32 \{(.*?)\}", header)[1]
-    codes = {
-        name.strip()[1:].lower(): int(value)
-        for name, value in (item.split("=") for item in enum.split(","))
-    }
+    codes = {name.strip()[1:].lower(): int(value) for name, value in (item.split("=") for item in enum.split(","))}
     assert codes == _params.DTYPE_CODES
 
 
 def test_the_buffer_holds_every_struct():
     """One buffer a thread serves all kernels; kernel parameters may not exceed 4 KiB."""
-    largest = max(
-        layout.size for layout in (_params.LOGP_FORWARD, _params.LOGP_BACKWARD, _params.ROW_MASK)
-    )
+    largest = max(layout.size for layout in (_params.LOGP_FORWARD, _params.LOGP_BACKWARD, _params.ROW_MASK))
     assert largest <= _params.MAX_PARAMS_BYTES <= 4096
 
 
@@ -133,7 +128,5 @@ def test_most_ids_a_row(header):
     """The limit that is checked in Python is the size of the kernel's shared arrays."""
     from fused_logp_hub import _checks
 
-    sources = "".join(
-        path.read_text(encoding="utf-8") for path in sorted(HEADER.parent.glob("*.cuh"))
-    )
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted(HEADER.parent.glob("*.cuh")))
     assert int(re.search(r"kMaxIds = (\d+);", sources)[1]) == _checks.MAX_IDS

@@ -60,9 +60,7 @@ class Batch:
         return getattr(rl_kernel, name)(*args)
 
     def expected(self, indexed: bool):
-        return forward64(
-            self.logits, self.ids, ignore_index=None, row_indices=self.rows if indexed else None
-        )
+        return forward64(self.logits, self.ids, ignore_index=None, row_indices=self.rows if indexed else None)
 
     def gradient(self, g: torch.Tensor, indexed: bool):
         rows = self.rows if indexed else None
@@ -154,9 +152,7 @@ def test_with_lse_and_backward(device, name, dtype, shape, ran):
     assert_symbol(ran, name, dtype, batch.logits)
     g = torch.randn(shape[0], device=device)
     if indexed:
-        grad = rl_kernel.fused_logp_backward_indexed(
-            g, batch.logits, batch.ids, row_max, log_sum, batch.rows
-        )
+        grad = rl_kernel.fused_logp_backward_indexed(g, batch.logits, batch.ids, row_max, log_sum, batch.rows)
         assert (grad[0::2] == 0).all()
     else:
         grad = rl_kernel.fused_logp_backward(g, batch.logits, batch.ids, row_max, log_sum)
@@ -170,9 +166,7 @@ def test_backward_takes_any_gradient(device, g_dtype):
     batch = Batch(device, torch.bfloat16)
     _, row_max, log_sum = batch.call("fused_logp_forward_with_lse")
     g = torch.full((1,), 0.3, device=device, dtype=g_dtype).expand(8).requires_grad_()
-    grad = rl_kernel.fused_logp_backward(
-        g, batch.logits.requires_grad_(), batch.ids, row_max, log_sum
-    )
+    grad = rl_kernel.fused_logp_backward(g, batch.logits.requires_grad_(), batch.ids, row_max, log_sum)
     assert not grad.requires_grad
     batch.logits.requires_grad_(False)
     assert_gradient(grad, batch.gradient(g, False), torch.bfloat16)
@@ -210,7 +204,7 @@ def test_forward_only_functions(device, name, ran):
     """An error while gradients would be needed, with nothing launched or written; fine under no_grad."""
     batch = Batch(device, torch.bfloat16)
     leaf = batch.logits.clone().requires_grad_()
-    with pytest.raises(FusedLogpError, match="^logits: expected no gradient to be required"):
+    with pytest.raises(FusedLogpError, match=r"^logits: expected no gradient to be required"):
         batch.call(name, leaf)
     assert not [s for s in ran if s.startswith("logp_")]
     assert (batch.output == 7).all()
@@ -235,16 +229,12 @@ def test_row_indices(device, name, index_dtype):
 def test_labels_of_either_width(device, name):
     """int32 labels, and every label outside: all 0, and -100 is no special case."""
     batch = Batch(device, torch.bfloat16)
-    batch.ids = torch.tensor(
-        [0, 999, 1000, -1, -100, 2**31 - 1, -(2**31), 5], device=device, dtype=torch.int32
-    )
+    batch.ids = torch.tensor([0, 999, 1000, -1, -100, 2**31 - 1, -(2**31), 5], device=device, dtype=torch.int32)
     result = batch.call(name)
     logp = result[0] if name in WITH_LSE else result
     expected = batch.expected(FORWARDS[name][0]).logp
     assert (logp[2:7] == 0).all()
-    torch.testing.assert_close(
-        logp.double(), expected, rtol=1e-2 if name == "fused_logp" else 1e-6, atol=1e-5
-    )
+    torch.testing.assert_close(logp.double(), expected, rtol=1e-2 if name == "fused_logp" else 1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -252,5 +242,5 @@ def test_only_two_dimensions(device, name):
     """The seed's functions take [N, V]; other shapes are an error, not a guess."""
     batch = Batch(device, torch.float32)
     batch.logits, batch.ids = batch.logits.unsqueeze(0), batch.ids.unsqueeze(0)
-    with pytest.raises(ValueError, match="^logits: expected logits"):
+    with pytest.raises(ValueError, match=r"^logits: expected logits"):
         batch.call(name)

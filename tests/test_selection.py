@@ -151,16 +151,14 @@ def test_two_pass_is_not_taken_unasked():
 
 
 def test_unknown_name_fits_nothing():
-    with pytest.raises(NoMatchingKernelError, match="'three_pass' was asked for"):
+    with pytest.raises(NoMatchingKernelError, match=r"'three_pass' was asked for"):
         select_or_raise(SYNTHETIC, "logp_forward", "three_pass", facts())
 
 
 def test_unknown_op_and_dtype_fit_nothing():
     """The selector knows no op by name: these are data like any other."""
     for op, dtype in (("logp_sideways", "bfloat16"), ("logp_forward", "int8")):
-        with pytest.raises(
-            NoMatchingKernelError, match=f"{op}.*{dtype}" if op != "logp_forward" else dtype
-        ):
+        with pytest.raises(NoMatchingKernelError, match=rf"{op}.*{dtype}" if op != "logp_forward" else dtype):
             select_or_raise(SYNTHETIC, op, "auto", facts(dtype=dtype))
 
 
@@ -183,9 +181,7 @@ def test_grid(more, rows, blocks):
 @pytest.mark.parametrize("rows", [1, 3, 4096, 2**31 - 1])
 def test_grid_of_tiles_covers_every_row(rows, row_bytes):
     """Each row has whole blocks, enough for its tiles, and none that has no tile."""
-    k = kernel(
-        0, "k", "generic", "bfloat16", blocks_per_row=None, tile_bytes=8192, max_tiles_per_block=2
-    )
+    k = kernel(0, "k", "generic", "bfloat16", blocks_per_row=None, tile_bytes=8192, max_tiles_per_block=2)
     blocks, each = k.grid(rows, row_bytes, 132)
     tiles = -(-row_bytes // 8192)
     assert 1 <= each <= 2
@@ -223,7 +219,7 @@ def test_s7_old_driver(driver, capability, fits):
 def test_s7_old_driver_with_the_installed_wheel():
     manifest = installed()
     for capability in CAPABILITIES:
-        with pytest.raises(NoMatchingKernelError, match="driver CUDA 11.4") as error:
+        with pytest.raises(NoMatchingKernelError, match=r"driver CUDA 11.4") as error:
             select_or_raise(manifest, "logp_forward", "auto", facts(capability, driver=11040))
         needed = {c.min_driver for c in manifest.cubins if runs_there(c.arch, capability)}
         assert not needed or any(f"({branch} or newer)" in str(error.value) for branch in needed)
@@ -240,12 +236,8 @@ def test_trace():
         "logp_forward, kernel='auto': capability 8.6, driver CUDA 13.2, bfloat16, rows aligned to 2 bytes, 7 rows"
     )
     assert len(lines) == len(selection.verdicts) == 2 + 1 + 4 + 4
-    assert lines[0] == (
-        "  online (cluster_online_bfloat16, sm_90): rejected: sm_90 runs on capability 9.x with x >= 0"
-    )
-    assert lines[2] == (
-        "  tma (sm90_tma_tma_bfloat16, sm_90a): rejected: sm_90a runs on capability exactly 9.0"
-    )
+    assert lines[0] == ("  online (cluster_online_bfloat16, sm_90): rejected: sm_90 runs on capability 9.x with x >= 0")
+    assert lines[2] == ("  tma (sm90_tma_tma_bfloat16, sm_90a): rejected: sm_90a runs on capability exactly 9.0")
     assert lines[3] == "  online (generic_online_bfloat16, sm_80): accepted"
     assert lines[-1].endswith("rejected: runs only when asked for by name")
     assert selection.chosen is selection.verdicts[3]
@@ -256,9 +248,7 @@ def test_error_form_and_whole_trace():
     with pytest.raises(NoMatchingKernelError) as error:
         select_or_raise(SYNTHETIC, "logp_forward", "auto", at)
     first, *rest = str(error.value).splitlines()
-    assert first.startswith(
-        "kernel: expected one that fits this device and these tensors, got none;"
-    )
+    assert first.startswith("kernel: expected one that fits this device and these tensors, got none;")
     assert "ships sm_100f, sm_120, sm_80, sm_90, sm_90a" in first
     assert "\n".join(rest) == select(SYNTHETIC, "logp_forward", "auto", at).trace()
 
@@ -272,9 +262,7 @@ def test_row_thresholds():
 # ---- The environment variable.
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [(None, None), ("", None), ("tma", "tma"), ("nonsense", "nonsense")]
-)
+@pytest.mark.parametrize(("value", "expected"), [(None, None), ("", None), ("tma", "tma"), ("nonsense", "nonsense")])
 def test_forced_by_environment(monkeypatch, value, expected):
     """Only read here; that a wrong name is an error is tested with the public functions."""
     monkeypatch.delenv(_selection.ENVIRONMENT_VARIABLE, raising=False)

@@ -48,23 +48,15 @@ def tma_fits(logits: Tensor, copied: bool) -> bool:
         logits = logits.contiguous()
     starts = logits.new_tensor(0, dtype=torch.int64) + logits.data_ptr()
     for length, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
-        starts = starts[..., None] + torch.arange(length, device=starts.device) * (
-            stride * logits.element_size()
-        )
+        starts = starts[..., None] + torch.arange(length, device=starts.device) * (stride * logits.element_size())
     return bool((starts % 16 == 0).all())
 
 
-def assert_ran(
-    symbols: list[str], variant: Variant, dtype: torch.dtype, *, forwards: int, backwards: int = 0
-) -> None:
+def assert_ran(symbols: list[str], variant: Variant, dtype: torch.dtype, *, forwards: int, backwards: int = 0) -> None:
     """Exactly the forced kernel ran, so often; on the CPU and for the reference none at all."""
     if variant.device == "cpu" or variant.kernel == "reference":
         forwards = backwards = 0
     logp = [s for s in symbols if s.startswith("logp_")]
     allowed = {f"logp_forward_{part}_{SUFFIX[dtype]}" for part in variant.forward}
-    assert [s in allowed for s in logp if s.startswith("logp_forward")] == [True] * forwards, (
-        symbols
-    )
-    assert [s for s in logp if s.startswith("logp_backward")] == [
-        f"logp_backward_{SUFFIX[dtype]}"
-    ] * backwards, symbols
+    assert [s in allowed for s in logp if s.startswith("logp_forward")] == [True] * forwards, symbols
+    assert [s for s in logp if s.startswith("logp_backward")] == [f"logp_backward_{SUFFIX[dtype]}"] * backwards, symbols

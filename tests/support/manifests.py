@@ -9,16 +9,12 @@ from fused_logp_hub._manifest import Cubin, KernelRow, Manifest
 DTYPES = ["bfloat16", "float16", "float32", "float64"]
 
 
-def cubin(
-    module: str, arch: str, match: str, capability: tuple[int, int], min_cuda: int, min_driver: str
-) -> Cubin:
+def cubin(module: str, arch: str, match: str, capability: tuple[int, int], min_cuda: int, min_driver: str) -> Cubin:
     file = f"{module}.{arch}.cubin"
     return Cubin(file, module, arch, match, capability, "0" * 64, 1, min_cuda, min_driver, {})
 
 
-def kernel(
-    priority: int, name: str, module: str, dtype: str, op: str = "logp_forward", **more
-) -> KernelRow:
+def kernel(priority: int, name: str, module: str, dtype: str, op: str = "logp_forward", **more) -> KernelRow:
     fields = {"alignment": 1, "threads": 512, "shared_memory": 0, "blocks_per_row": 1, **more}
     fields.update(op=op, name=name, dtype=dtype, module=module, priority=priority)
     return KernelRow(symbol=f"{module}_{name}_{dtype}", **fields)
@@ -40,16 +36,18 @@ SYNTHETIC = Manifest(
         cubin("cluster", "sm_100f", "family", (10, 0), *NEW),
         cubin("sm90_tma", "sm_90a", "exact", (9, 0), *OLD),
     ),
-    kernels=tuple(
-        row
-        for dtype in DTYPES
-        for row in (
-            kernel(0, "online", "cluster", dtype, max_rows=128, blocks_per_row=8),
-            kernel(1, "tma", "sm90_tma", dtype, alignment=16),
-            kernel(2, "online", "generic", dtype),
-            kernel(3, "two_pass", "generic", dtype, auto=False),
-            kernel(4, "backward", "generic", dtype, op="logp_backward"),
-        )
-    )
-    + (kernel(5, "scatter", "generic", "any", op="row_mask"),),
+    kernels=(
+        *(
+            row
+            for dtype in DTYPES
+            for row in (
+                kernel(0, "online", "cluster", dtype, max_rows=128, blocks_per_row=8),
+                kernel(1, "tma", "sm90_tma", dtype, alignment=16),
+                kernel(2, "online", "generic", dtype),
+                kernel(3, "two_pass", "generic", dtype, auto=False),
+                kernel(4, "backward", "generic", dtype, op="logp_backward"),
+            )
+        ),
+        kernel(5, "scatter", "generic", "any", op="row_mask"),
+    ),
 )

@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 class Expected(NamedTuple):
-    """float64 results of a forward; ``left_out`` and ``broken`` [...] say which rows the table's special lines hold for."""
+    """float64 results of a forward; ``left_out`` and ``broken`` [...] mark rows of the table's special lines."""
 
     logp: Tensor
     entropy: Tensor
@@ -49,9 +49,7 @@ def _rows(logits, token_ids, row_indices, row_mask, temperature, ignore_index):
     else:
         t = torch.full((*leading, 1), float(temperature), dtype=torch.float64, device=logits.device)
     z = logits.detach().double() / t
-    ignored = (
-        torch.zeros_like(ids, dtype=torch.bool) if ignore_index is None else ids == ignore_index
-    )
+    ignored = torch.zeros_like(ids, dtype=torch.bool) if ignore_index is None else ids == ignore_index
     valid = (ids >= 0) & (ids < logits.shape[-1]) & ~ignored
     admitted = torch.ones(leading, dtype=torch.bool, device=logits.device)
     if row_indices is not None:
@@ -94,7 +92,9 @@ class ExpectedGradient(NamedTuple):
     zero: Tensor
     """Elements that are exactly 0: rows that are left out or without upstream gradient, and logits of -inf."""
     scale: Tensor
-    """[..., 1]: the size of what is added up in a row, for the rounding of differences that cancel."""
+    """[...]: the size of what is added up in a row, for the rounding of differences that cancel."""
+    softmax: Tensor
+    """[...]: the norm of what a common factor in all p of a row multiplies."""
 
 
 def backward64(
@@ -123,19 +123,15 @@ def backward64(
     p, plp = _p_log_p(rows.lp)
     entropy = -plp.sum(-1, keepdim=True)
     grad = -(p * g.sum(-1, keepdim=True) + h * (plp + p * entropy))
-    targets = torch.zeros_like(p).scatter_add_(
-        -1, rows.ids.where(rows.valid, 0), g.where(rows.valid, 0.0)
-    )
+    targets = torch.zeros_like(p).scatter_add_(-1, rows.ids.where(rows.valid, 0), g.where(rows.valid, 0.0))
     grad = (grad + targets) * rows.inv_t
     untouched = ~rows.admitted | rows.ignored.all(-1) | ((g == 0).all(-1) & (h.squeeze(-1) == 0))
     untouched = untouched.unsqueeze(-1)
-    spread = torch.linalg.vector_norm(p * entropy - plp, dim=-1, keepdim=True)
-    scale = ((g.abs().sum(-1, keepdim=True) + h.abs() * spread) * rows.inv_t).nan_to_num(
-        0.0, 0.0, 0.0
-    )
-    return ExpectedGradient(
-        grad.where(~untouched, 0.0), untouched | ((p == 0) & (targets == 0)), scale
-    )
+    spread = h.squeeze(-1).abs() * _norms(p * entropy - plp)
+    scale = g.abs().sum(-1) + spread
+    softmax = g.sum(-1).abs() * _norms(p) + h.squeeze(-1).abs() * (_norms(plp + p * entropy) + _norms(p))
+    scale, softmax = ((t * rows.inv_t.squeeze(-1)).nan_to_num(0.0, 0.0, 0.0) for t in (scale, softmax))
+    return ExpectedGradient(grad.where(~untouched, 0.0), untouched | ((p == 0) & (targets == 0)), scale, softmax)
 
 
 def _p_log_p(lp: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,27 +156,21 @@ GRAD_TOLERANCE = {
 
 def assert_values(name: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Within the tolerance of logp; NaN where and only where NaN is expected; infinities equal."""
-    assert actual.shape == expected.shape, (
-        f"{name}: shape {actual.shape}, expected {expected.shape}"
-    )
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, expected {expected.shape}"
     actual = actual.detach().double()
     nan = expected.isnan()
-    assert torch.equal(actual.isnan(), nan), (
-        f"{name}: NaN on one side only {_where(actual.isnan() != nan)}"
-    )
+    assert torch.equal(actual.isnan(), nan), f"{name}: NaN on one side only {_where(actual.isnan() != nan)}"
     infinite = expected.isinf()
-    assert torch.equal(actual.where(infinite, 0.0), expected.where(infinite, 0.0)), (
-        f"{name}: infinities differ"
-    )
+    assert torch.equal(actual.where(infinite, 0.0), expected.where(infinite, 0.0)), f"{name}: infinities differ"
     absolute, relative = logp_tolerance(dtype)
     error = (actual - expected).where(~nan & ~infinite, 0.0).abs()
     bound = absolute + relative * expected.where(~nan & ~infinite, 0.0).abs()
-    assert (error <= bound).all(), (
-        f"{name}: error {_worst(error, bound)} times the tolerance {_where(error > bound)}"
-    )
+    assert (error <= bound).all(), f"{name}: error {_worst(error, bound)} times the tolerance {_where(error > bound)}"
 
 
-def assert_gradient(actual: Tensor, expected: ExpectedGradient, dtype: torch.dtype) -> None:
+def assert_gradient(
+    actual: Tensor, expected: ExpectedGradient, dtype: torch.dtype, row_max: Tensor | None = None
+) -> None:
     """Each row within the tolerance of the arithmetic, rounded once; zeros and NaN exactly where they belong.
 
     Row by row the tolerance of a 16-bit dtype would be no fair bound: the target's element dominates a row,
@@ -190,7 +180,9 @@ def assert_gradient(actual: Tensor, expected: ExpectedGradient, dtype: torch.dty
     rows to the tolerance itself.
 
     A floor that no implementation gets under: the rounding of differences that cancel, such as 1 - p where
-    p is near 1, four ulp of the arithmetic on the scale of what is subtracted.
+    p is near 1, four ulp of the arithmetic on the scale of what is subtracted. And where the caller hands
+    over a row_max of logits / T, T not 1, that number and x / T are rounded: ``row_max`` allows for an ulp of
+    each, as a factor in every p.
     """
     grad = expected.grad
     assert actual.shape == grad.shape, f"gradient: shape {actual.shape}, expected {grad.shape}"
@@ -200,17 +192,16 @@ def assert_gradient(actual: Tensor, expected: ExpectedGradient, dtype: torch.dty
         expected.zero & (actual != 0)
     )
     nan = grad.isnan()
-    assert torch.equal(actual.isnan(), nan), "gradient: NaN on one side only " + _where(
-        actual.isnan() != nan
-    )
+    assert torch.equal(actual.isnan(), nan), "gradient: NaN on one side only " + _where(actual.isnan() != nan)
     actual, grad = actual.where(~nan, 0.0), grad.where(~nan, 0.0)
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    floor = 4 * torch.finfo(arithmetic).eps * expected.scale.squeeze(-1)
+    eps = torch.finfo(arithmetic).eps
+    floor = 4 * eps * expected.scale
+    if row_max is not None:
+        floor = floor + 2 * eps * row_max.abs().nan_to_num(0.0, 0.0, 0.0) * expected.softmax
     bound = GRAD_TOLERANCE[dtype] * _norms(grad) + floor
     if dtype != arithmetic:
-        bound = 2 * (GRAD_TOLERANCE[dtype] / 10 * _norms(grad) + floor) + _norms(
-            grad.to(dtype).double() - grad
-        )
+        bound = 2 * (GRAD_TOLERANCE[dtype] / 10 * _norms(grad) + floor) + _norms(grad.to(dtype).double() - grad)
     error = _norms(actual - grad)
     assert (error <= bound).all(), (
         f"gradient: {_worst(error, bound)} times the tolerance in rows {_where(error > bound)}"
@@ -220,9 +211,7 @@ def assert_gradient(actual: Tensor, expected: ExpectedGradient, dtype: torch.dty
 def assert_gradient_norm(actual: Tensor, expected: ExpectedGradient, dtype: torch.dtype) -> None:
     """Relative norm of the error over the whole tensor, which must have many rows."""
     assert expected.grad.shape[:-1].numel() >= 64
-    error = torch.linalg.vector_norm(actual.double() - expected.grad) / torch.linalg.vector_norm(
-        expected.grad
-    )
+    error = torch.linalg.vector_norm(actual.double() - expected.grad) / torch.linalg.vector_norm(expected.grad)
     assert error <= GRAD_TOLERANCE[dtype], f"gradient: relative norm of the error {error:.3g}"
 
 
