@@ -11,8 +11,6 @@ from fused_logp_hub import _checks, _library, _ops, _selection
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._problem import accumulation_dtype
 
-_FORCED = _selection.forced_by_environment()
-
 
 class LogpResult(NamedTuple):
     """Result of `fused_logp` with a ``return_*`` flag; fields not asked for are None.
@@ -88,7 +86,7 @@ def fused_logp(
     Source:
         Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
     """
-    kernel = _resolve(kernel)
+    kernel = _selection.resolve(kernel)
     if row_indices is not None:
         row_mask = _merge_mask(row_indices, row_mask, logits)
     if out_dtype is None:
@@ -153,7 +151,7 @@ def fused_logp_out(
         ArgumentError: as in `fused_logp`; also if an output has another shape, dtype, device or layout, or
             if the logits require grad while gradients are enabled. Nothing was written.
     """
-    kernel = _resolve(kernel)
+    kernel = _selection.resolve(kernel)
     if row_indices is not None:
         row_mask = _merge_mask(row_indices, row_mask, logits)
     problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
@@ -234,7 +232,7 @@ def fused_logp_backward_out(
     ``grad_logits`` may be the logits themselves, which the gradient then overwrites; any other overlap is
     an ArgumentError. None allocates. Returns ``grad_logits``.
     """
-    kernel = _selection.AUTO if _resolve(kernel) != _selection.REFERENCE else _selection.REFERENCE
+    kernel = _selection.backward_kernel(_selection.resolve(kernel))
     if row_indices is not None:
         row_mask = _merge_mask(row_indices, row_mask, logits)
     problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
@@ -254,18 +252,6 @@ def fused_logp_backward_out(
         _checks.grad_logits(grad_logits, logits)
     _ops.backward(problem, kernel, row_max, log_sum, entropy, False, grad_logp, grad_entropy, grad_logits)
     return grad_logits
-
-
-def _resolve(kernel: str) -> str:
-    """The kernel to use: the argument, else the environment's, with the name checked."""
-    source = "kernel"
-    if kernel == _selection.AUTO and _FORCED is not None:
-        kernel, source = _FORCED, _selection.ENVIRONMENT_VARIABLE
-    if kernel not in _selection.KERNEL_NAMES:
-        raise ArgumentError(
-            f"{source}: expected one of {', '.join(_selection.KERNEL_NAMES)}, got {kernel!r}. Correct the name."
-        )
-    return kernel
 
 
 def _is_plain(logits: Tensor) -> bool:

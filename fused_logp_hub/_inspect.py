@@ -12,6 +12,8 @@ from fused_logp_hub import _driver, _launch, _manifest, _selection
 from fused_logp_hub._errors import ArgumentError, KernelUnavailableError
 from fused_logp_hub._problem import copy_reason
 
+FORWARD = "logp_forward"
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -44,24 +46,27 @@ class AvailableKernel:
     """Whether it runs on the current GPU; None without one."""
 
 
-def explain_selection(logits: Tensor, *, kernel: str = "auto", op: str = "logp_forward") -> Explanation:
+def explain_selection(logits: Tensor, *, kernel: str = "auto", op: str = FORWARD) -> Explanation:
     """Which kernel these logits would run with, and the verdict on every other one. Launches nothing.
 
     Args:
         logits: [..., V], any supported dtype, on the CPU or a GPU.
-        kernel: as in `fused_logp`.
+        kernel: as in `fused_logp`, the environment variable included.
         op: "logp_forward" or "logp_backward".
 
     Raises:
+        ArgumentError: the kernel's name is unknown.
         CubinError, DriverError: the wheel or the driver is unusable.
     """
+    kernel = _selection.resolve(kernel)
+    if op != FORWARD:
+        kernel = _selection.backward_kernel(kernel)
     if kernel == _selection.REFERENCE or not logits.is_cuda:
         why = "asked for by name" if logits.is_cuda else f"{logits.device.type} tensors always run it"
         return Explanation(op, _selection.REFERENCE, None, None, f"reference (plain PyTorch): {why}", ())
     reason = copy_reason(logits)
     notes = () if reason is None else (f"the logits are copied first: {reason}",)
-    read = logits if reason is None else logits.contiguous()
-    facts = _launch.facts_of(read, logits.shape[:-1].numel())
+    facts = _launch.facts_of(logits, logits.shape[:-1].numel(), copied=reason is not None)
     selection = _selection.select(_manifest.shipped(), op, kernel, facts)
     chosen = selection.chosen
     if chosen is None:
@@ -117,7 +122,7 @@ def preload(device: int | str | torch.device | None = None) -> None:
 
 def preload_if_initialized() -> None:
     """At import: load now if PyTorch already runs CUDA; a GPU that nothing fits is no reason to fail an import."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # is_available would initialise the driver, and break a later fork
         with contextlib.suppress(KernelUnavailableError):
             preload()
 

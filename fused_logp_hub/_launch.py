@@ -50,12 +50,15 @@ def row_alignment(tensor: Tensor) -> int:
     return bits & -bits
 
 
-def facts_of(logits: Tensor, num_rows: int) -> _selection.Facts:
-    """What selection depends on, for these logits."""
+def facts_of(logits: Tensor, num_rows: int, copied: bool = False) -> _selection.Facts:
+    """What selection depends on, for these logits or for a contiguous copy of them."""
     device = _driver.device(logits.get_device())
-    return _selection.Facts(
-        device.capability, device.driver_cuda, _DTYPE_NAMES[logits.dtype], row_alignment(logits), num_rows
-    )
+    if copied:  # a new allocation, rows back to back
+        bits = (logits.shape[-1] * logits.element_size() if num_rows > 1 else 0) | 16
+        alignment = bits & -bits
+    else:
+        alignment = row_alignment(logits)
+    return _selection.Facts(device.capability, device.driver_cuda, _DTYPE_NAMES[logits.dtype], alignment, num_rows)
 
 
 def plan(op: str, requested: str, logits: Tensor, num_rows: int) -> _driver.Function:

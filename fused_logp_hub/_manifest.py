@@ -18,6 +18,8 @@ from fused_logp_hub._version import __version__
 FORMAT = 1
 CUBIN_DIR = Path(__file__).parent / "cubins"
 REINSTALL = "Reinstall fused-logp-hub."
+# What a family-specific ("f") architecture runs on. 10.1 belongs to a family of its own.
+FAMILIES = {(10, 0): ((10, 0), (10, 3)), (12, 0): ((12, 0), (12, 1))}
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Cubin:
     module: str
     arch: str
     match: str
-    """minor: same major and at least this minor; family: the same; exact: this capability only."""
+    """minor: same major and at least this minor; family: see FAMILIES; exact: this capability only."""
     capability: tuple[int, int]
     sha256: str
     size: int
@@ -43,6 +45,10 @@ class Cubin:
         if self.match == "exact":
             fits = capability == self.capability
             rule = f"exactly {major}.{minor}"
+        elif self.match == "family":
+            family = FAMILIES.get(self.capability, (self.capability,))
+            fits = capability in family
+            rule = " or ".join(f"{a}.{b}" for a, b in family)
         else:
             fits = capability[0] == major and capability[1] >= minor
             rule = f"{major}.x with x >= {minor}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from fused_logp_hub._errors import NoMatchingKernelError
+from fused_logp_hub._errors import ArgumentError, NoMatchingKernelError
 from fused_logp_hub._manifest import Cubin, KernelRow, Manifest
 
 ENVIRONMENT_VARIABLE = "FUSED_LOGP_HUB_KERNEL"
@@ -71,6 +71,24 @@ class Selection:
 def forced_by_environment() -> str | None:
     """The value of FUSED_LOGP_HUB_KERNEL, if set and not empty."""
     return os.environ.get(ENVIRONMENT_VARIABLE) or None
+
+
+_forced = forced_by_environment()
+
+
+def resolve(kernel: str) -> str:
+    """The kernel to use: the argument, else the environment's at import, with the name checked."""
+    source = "kernel"
+    if kernel == AUTO and _forced is not None:
+        kernel, source = _forced, ENVIRONMENT_VARIABLE
+    if kernel not in KERNEL_NAMES:
+        raise ArgumentError(f"{source}: expected one of {', '.join(KERNEL_NAMES)}, got {kernel!r}. Correct the name.")
+    return kernel
+
+
+def backward_kernel(kernel: str) -> str:
+    """What a forward's kernel means for its backward: one fused backward serves all fused forwards."""
+    return REFERENCE if kernel == REFERENCE else AUTO
 
 
 def select(manifest: Manifest, op: str, requested: str, facts: Facts) -> Selection:

@@ -41,6 +41,8 @@ def runs_there(arch: str, capability: tuple[int, int]) -> bool:
     built = (int(major), int(minor))
     if kind == "a":
         return capability == built
+    if kind == "f" and capability == (10, 1):  # a family of its own, later renamed 11.0
+        return False
     return capability[0] == built[0] and capability[1] >= built[1]
 
 
@@ -94,7 +96,8 @@ def test_what_must_be_supported():
         pytest.skip(f"a build for {manifest.architectures()} only")
     for capability in CAPABILITIES:
         chosen = select(manifest, "logp_forward", "auto", facts(capability)).chosen
-        assert (chosen is not None) == (capability[0] in (8, 9, 10, 12)), capability
+        expected = capability[0] in (8, 9, 10, 12) and capability != (10, 1)
+        assert (chosen is not None) == expected, capability
 
 
 # ---- Priority, names, alignment, rows.

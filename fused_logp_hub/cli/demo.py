@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Exit code 0 if the reward rose and every error kept the bound, else 1."""
     device = _device(options.device)
-    kernel = options.kernel
-    if kernel == _selection.AUTO:
-        kernel = _selection.forced_by_environment() or kernel
+    kernel = _selection.resolve(options.kernel)
     if device.type == "cpu" and kernel not in (_selection.AUTO, _selection.REFERENCE):
         raise ArgumentError(f"kernel: expected auto or reference on the CPU, got {kernel}. Pass --device cuda.")
     if options.steps < 1:
