@@ -133,6 +133,7 @@ def _ordinal(device: int | str | torch.device | None) -> int:
     resolved = torch.device("cuda" if device is None else device)
     if resolved.type != "cuda":
         raise ArgumentError(f"device: expected a CUDA device, got {resolved}. Pass 'cuda' or an index.")
-    if resolved.index is not None:
-        return resolved.index
+    index: int | None = resolved.index
+    if index is not None:
+        return index
     return torch.cuda.current_device() if torch.cuda.is_available() else 0  # 0: the driver says what is missing

@@ -43,8 +43,7 @@ threads = 32
 shared_memory = 0
 """
 SOURCES = {
-    "common.cuh": "#include <cuda_bf16.h>\n"
-    "__device__ inline float twice(float x) { return x + x; }",
+    "common.cuh": "#include <cuda_bf16.h>\n__device__ inline float twice(float x) { return x + x; }",
     "plain.cu": 'extern "C" __global__ void mark(int* a) { a[threadIdx.x] = 1; }',
     "special.cu": '#include "common.cuh"\n'
     'extern "C" __global__ void scale_fast_f32(float* a) { a[threadIdx.x] = twice(a[0]); }',

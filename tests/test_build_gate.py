@@ -110,9 +110,7 @@ def test_wrong_abi(good):
 
 
 def test_wrong_architecture(good, compile_text):
-    with pytest.raises(
-        errors.ArchitectureError, match="expected machine code for sm_90, got sm_80"
-    ):
+    with pytest.raises(errors.ArchitectureError, match="expected machine code for sm_90, got sm_80"):
         check(doctored(good, elf.FLAGS_OFFSET, 80))
     newer = compile_text(GOOD, "sm_100f")
     with pytest.raises(errors.ArchitectureError, match="expected machine code for sm_120"):

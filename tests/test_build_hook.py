@@ -27,9 +27,7 @@ def project(tmp_path):
 
 def git(root, *arguments):
     identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
-    done = subprocess.run(
-        ["git", *identity, *arguments], cwd=root, check=True, capture_output=True, text=True
-    )
+    done = subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
 

@@ -66,9 +66,7 @@ def test_match_rule_follows_the_architecture_name():
 
 
 def test_release_without_a_rule():
-    with pytest.raises(
-        errors.TableError, match=r"expected one that covers CUDA 12\.8\.1 and sm_120"
-    ):
+    with pytest.raises(errors.TableError, match=r"expected one that covers CUDA 12\.8\.1 and sm_120"):
         load_table().elf_rule("12.8.1", "sm_120")
 
 
@@ -99,9 +97,7 @@ def test_manifest(project, tmp_path):
     written = build_project(project, tmp_path / "out")
     files = contents(tmp_path / "out")
     assert files.pop("manifest.json").decode() == manifest.manifest_text(written)
-    assert {
-        key: written[key] for key in ("format", "package_version", "source_commit", "dirty")
-    } == {
+    assert {key: written[key] for key in ("format", "package_version", "source_commit", "dirty")} == {
         "format": 1,
         "package_version": "1.2.3",
         "source_commit": "unknown",
@@ -156,14 +152,10 @@ def test_failed_build_leaves_the_last_one(project, tmp_path):
     build_project(project, tmp_path / "out")
     before = contents(tmp_path / "out")
     (project / "kernels_src" / "special.cu").write_text('extern "C" __global__ void other() {}')
-    with pytest.raises(
-        errors.MissingSymbolError, match=r"special\.sm_90a\.cubin: kernels: expected"
-    ):
+    with pytest.raises(errors.MissingSymbolError, match=r"special\.sm_90a\.cubin: kernels: expected"):
         build_project(project, tmp_path / "out")
     (project / "kernels_src" / "special.cu").write_text("no C++")
-    with pytest.raises(
-        errors.CompilerError, match=r"special\.cu: expected it to compile for sm_90a"
-    ):
+    with pytest.raises(errors.CompilerError, match=r"special\.cu: expected it to compile for sm_90a"):
         build_project(project, tmp_path / "out")
     (project / "kernels_src" / "special.cu").unlink()
     with pytest.raises(errors.TableError, match=r"special\.source: expected a file"):
@@ -183,9 +175,7 @@ def test_build_for_one_architecture(project, tmp_path):
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 def test_nvcc_passes_the_same_gate(project, tmp_path):
     written = build_project(project, tmp_path / "out", "nvcc", architectures=["sm_90a"])
-    again = build_project(
-        project, tmp_path / "again", shutil.which("nvcc"), architectures=["sm_90a"]
-    )
+    again = build_project(project, tmp_path / "again", shutil.which("nvcc"), architectures=["sm_90a"])
     assert written == again
     assert written["compiler"]["name"] == "nvcc"
     assert written["cubins"][0]["symbols"]["scale_fast_f32"]["registers"] > 0
