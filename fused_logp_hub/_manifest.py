@@ -81,7 +81,8 @@ class KernelRow:
         if self.blocks_per_row is not None:
             return rows * self.blocks_per_row, 0
         if self.blocks_per_multiprocessor is not None:
-            return min(rows, multiprocessors * self.blocks_per_multiprocessor), 0
+            rounds = -(-rows // (multiprocessors * self.blocks_per_multiprocessor))
+            return -(-rows // rounds), 0  # every block gets as many rows, one more or less
         if self.tile_bytes is not None and self.max_tiles_per_block is not None:
             tiles = -(-row_bytes // self.tile_bytes)
             # several tiles a block, as long as every multiprocessor gets 16 blocks

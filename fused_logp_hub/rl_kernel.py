@@ -8,7 +8,8 @@ code written against it runs unchanged:
 * Indexed functions give 0 for rows that ``row_indices`` does not list, and an exactly zero gradient.
 * Allocating functions are differentiable; ``*_out`` and ``deterministic_*`` are forward-only.
 * ``*_with_lse`` return (logp, row_max, log_sum), constants to autograd, for the two backward functions.
-* ``*_sm90`` run the TMA kernel where device and row alignment allow, the online one elsewhere.
+* ``*_sm90`` leave the choice to the package: the TMA kernel on capability 9.0 for rows on 16-byte boundaries,
+  the online one for few rows and everywhere else. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def fused_logp(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def fused_logp_sm90(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log-probabilities [N] in float32; TMA where it fits, differentiable."""
+    """Log-probabilities [N] in float32; the package's choice of kernel, differentiable."""
     return _logp(logits, labels, None, _SM90)
 
 
@@ -131,7 +132,7 @@ def fused_logp_forward_online_indexed_with_lse(logits: Tensor, token_ids: Tensor
 
 
 def fused_logp_sm90_with_lse(logits: Tensor, labels: Tensor) -> _Statistics:
-    """TMA where it fits: logp, row_max, log_sum, float32 [N] each."""
+    """The package's choice of kernel: logp, row_max, log_sum, float32 [N] each."""
     return _with_lse(logits, labels, None, _SM90)
 
 

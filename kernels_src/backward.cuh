@@ -27,6 +27,7 @@ template <class T>
 struct RowGradient {
   using Acc = typename T::Acc;
   Acc inv_t;
+  i64 first_id;
   // log_b p_j = (x_j * prescale - top) * scale - log_sum, in the base of SoftmaxState. With the logits' own
   // maximum prescale is 1. With the maximum of logits / T, rounded, x_j / T is rounded alike.
   Acc prescale, top, scale, log_sum;
@@ -58,6 +59,7 @@ template <class T>
 __device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 row, const RowIndex& at) {
   using Acc = typename T::Acc;
   RowGradient<T> g = {};
+  g.first_id = -1;
   if (p.row_mask != nullptr && p.row_mask[row] == 0) return g;
   // Asked for before they are known to be needed: one latency instead of two.
   const Acc row_max = static_cast<const Acc*>(p.row_max)[row];
@@ -68,6 +70,7 @@ __device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 
   for (u32 k = 0; k < p.num_ids; ++k) {
     const i64 id = token_id(p, at, k);
     const Acc upstream = grad_logp<Acc>(p, at, k);
+    if (k == 0) g.first_id = id;
     if (is_ignored(p, id)) continue;
     active = true;
     if (is_valid(p, id)) sum += upstream;
@@ -190,7 +193,9 @@ __device__ __forceinline__ void backward_tiles(const LogpParams& p, const RowInd
     const u32 vector = (c - d.head) / T::kVec;
     return body ? vector >= first && vector < last : ragged;
   };
-  const bool any_target = targets.template prepare<kEntropy>(p, at, mine, logits, g);
+  // One id is known to every thread; several are looked at by a thread each, who then tell each other.
+  const bool may_have_target = p.num_ids > 1 || (is_valid(p, g.first_id) && mine(static_cast<u32>(g.first_id)));
+  const bool any_target = may_have_target && targets.template prepare<kEntropy>(p, at, mine, logits, g);
 
   const RowReader<T> reader(logits, p.vocab_size, d.head);
   if (!g.reads_logits()) {

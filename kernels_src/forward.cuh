@@ -4,7 +4,7 @@
 // The order of every reduction is a function of V and the dtype, never of the number of rows, the
 // address, or how many blocks share a row:
 //   vector   16 bytes of consecutive columns
-//   tile     128 threads x 8 vectors (16 KiB; 2 vectors for float64): thread t takes vectors t, t + 128, ...
+//   tile     128 threads x 4 vectors (8 KiB; 2 vectors for float64): thread t takes vectors t, t + 128, ...
 //   segment  at least 2 tiles, at most 16 segments a row: each of the 128 threads, a group, runs an
 //            online softmax over its columns, then each warp reduces to one state, a "leaf"
 //   row      one warp merges the row's leaves (segments x 4) in a fixed order
@@ -18,7 +18,7 @@ constexpr int kGroup = 128;  // threads that work on one segment together
 constexpr int kGroupWarps = kGroup / kWarp;
 // Vectors per thread and tile. Double-precision exp is long code: fewer copies of it.
 template <class T>
-constexpr int kVectors = sizeof(typename T::Bits) == 8 ? 2 : 8;
+constexpr int kVectors = sizeof(typename T::Bits) == 8 ? 2 : 4;
 template <class T>
 constexpr u32 kTileBytes = kGroup * kVectors<T> * 16;
 constexpr int kMaxSegments = 16;
@@ -27,14 +27,14 @@ constexpr int kMaxLeaves = kMaxSegments * kGroupWarps;
 template <class T>
 constexpr u32 kTileColumns = kGroup * kVectors<T> * T::kVec;
 
-// Resident groups a multiprocessor that the register budget is set for: 6 have 96 KiB in flight.
-// float32 logits and Blackwell code need a few registers more.
+// Resident groups a multiprocessor that the register budget is set for: 8 have 64 KiB in flight.
+// float64 and Blackwell code need more registers.
 #if __CUDA_ARCH__ >= 1000
 template <class T>
-constexpr int kForwardBlocks = 4;
+constexpr int kForwardBlocks = 5;
 #else
 template <class T>
-constexpr int kForwardBlocks = sizeof(typename T::Bits) == 4 ? 5 : 6;
+constexpr int kForwardBlocks = sizeof(typename T::Bits) == 8 ? 6 : 8;
 #endif
 
 struct Segmentation {

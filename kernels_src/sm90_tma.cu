@@ -2,7 +2,7 @@
 #include "sm90_tma.cuh"
 
 #define LOGP_KERNELS(T, suffix)                                                              \
-  extern "C" __global__ void __launch_bounds__(kTmaThreads, kTmaBlocks)              \
+  extern "C" __global__ void __launch_bounds__(kTmaThreads, kTmaBlocks<T>)              \
       logp_forward_tma_##suffix(const __grid_constant__ LogpParams p) {                      \
     forward_tma<T>(p);                                                                       \
   }

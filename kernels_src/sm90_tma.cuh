@@ -1,7 +1,7 @@
 // Hopper forward: logits come to shared memory by the bulk copy engine, rows overlap.
 //
 // A block is one group of consumer warps, one producer warp and one finisher warp. The producer streams
-// the tiles of one row after another through a ring of 16 KiB stages, so the next row's tiles are in flight
+// the tiles of one row after another through a ring of stages, one tile each, so the next row's tiles are in flight
 // while this row is being reduced. The consumers leave a row's leaves in shared memory and go on at once;
 // the finisher, which has fetched the row's id and logit meanwhile, merges and writes.
 // Blocks are persistent: block b takes rows b, b + gridDim.x, ...
@@ -11,11 +11,13 @@
 #pragma once
 #include "forward.cuh"
 
-constexpr int kStages = 2;
+constexpr int kStages = 3;
 constexpr int kLeafSets = 2;  // rows that may wait for the finisher
 constexpr int kTmaThreads = kGroup + 2 * kWarp;
 
-constexpr int kTmaBlocks = 4;  // resident blocks a multiprocessor: more consumers beat deeper rings
+// Resident blocks a multiprocessor: more consumers beat deeper rings. float64 needs more registers.
+template <class T>
+constexpr int kTmaBlocks = sizeof(typename T::Bits) == 8 ? 3 : 6;
 
 // A ring of buffers between warps: full and empty barriers for each, and where one warp stands in it.
 template <int kSize>

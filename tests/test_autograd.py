@@ -279,7 +279,10 @@ def test_g11_second_derivative_of_the_entropy(device):
 def test_g11_second_derivative_of_the_operator(device):
     """The same through torch.ops, which compiled code and tensor subclasses use."""
     x, ids = batch(device)
-    logp, _, _ = ops.logp_forward(x, ids.unsqueeze(-1), None, 1.0, None, -100, "zero", torch.float32, False, "auto")
+    logp, statistics, entropy = ops.logp_forward(x, ids, None, 1.0, None, -100, "zero", torch.float32, False, "auto")
+    assert logp.requires_grad
+    assert not statistics.requires_grad
+    assert entropy.shape == (0,)
     (grad,) = torch.autograd.grad(logp.sum(), x, create_graph=True)
     with pytest.raises(SecondDerivativeError):
         grad.sum().backward()

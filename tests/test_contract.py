@@ -240,6 +240,20 @@ def test_rows_without_upstream_gradient_are_not_read(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=SUFFIX.get)
+def test_gradients_that_cancel(device, dtype):
+    """g = +1, -1 on two ids of a row: the softmax's share is 0, the ids' are not; on one id twice all is 0."""
+    x = torch.randn(3, 9001, device=device).to(dtype).requires_grad_()
+    ids = torch.tensor([[0, 9000], [5000, 4000], [7, 7]], device=device)
+    g = torch.tensor([1.0, -1.0], device=device).expand(3, 2)
+    logp = fused_logp(x, ids)
+    (grad,) = torch.autograd.grad(logp, x, g.to(logp.dtype))
+    expected = torch.zeros_like(x)
+    expected[0, 0] = expected[1, 5000] = 1
+    expected[0, 9000] = expected[1, 4000] = -1
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=SUFFIX.get)
 def test_gradient_norm(device, dtype):
     """The tolerance in the logits' own dtype; 256 rows, so that chance in rounding averages out."""
     v = 50257 if device == "cuda" else 1000

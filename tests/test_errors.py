@@ -398,6 +398,8 @@ def test_misspelt_kernel_lists_the_names():
         match=r"^kernel: expected one of auto, two_pass, online, tma, reference, got 'onlin'",
     ):
         call(fused_logp, arguments(), kernel="onlin")
+    with pytest.raises(ArgumentError, match=r"^kernel: expected one of auto, .*, got 'onlin'"):
+        fused_logp_hub.explain_selection(torch.zeros(2, 4), kernel="onlin")
 
 
 CALL = """

@@ -547,16 +547,14 @@ def test_explanations_hold(dtype, ran):
 
 def test_auto_never_takes_the_reference(ran, monkeypatch):
     """No match on a GPU is an error with the trace, and nothing slow runs in its place."""
-    from fused_logp_hub import _launch, _selection
+    from dataclasses import replace
+
+    from fused_logp_hub import _launch
 
     x, ids = batch(8, 1000)
     facts = _launch.facts_of
     monkeypatch.setattr(_launch, "_plans", {})
-    monkeypatch.setattr(
-        _launch,
-        "facts_of",
-        lambda *a: _selection.Facts((7, 5), facts(*a).driver_cuda, "bfloat16", 16, 8),
-    )
+    monkeypatch.setattr(_launch, "facts_of", lambda *a, **k: replace(facts(*a, **k), capability=(7, 5)))
     with pytest.raises(fused_logp_hub.NoMatchingKernelError, match=r"capability 7.5") as error:
         fused_logp(x, ids)
     assert "sm_90" in str(error.value)

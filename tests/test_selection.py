@@ -8,7 +8,7 @@ import pytest
 from support.manifests import DTYPES, SYNTHETIC, kernel
 
 from fused_logp_hub import _manifest, _selection
-from fused_logp_hub._errors import NoMatchingKernelError
+from fused_logp_hub._errors import ArgumentError, NoMatchingKernelError
 from fused_logp_hub._manifest import Manifest
 from fused_logp_hub._selection import Facts, select, select_or_raise
 
@@ -170,14 +170,21 @@ def test_unknown_op_and_dtype_fit_nothing():
     [
         ({"blocks_per_row": 1}, 4096, 4096),
         ({"blocks_per_row": 8}, 3, 24),
-        ({"blocks_per_row": None, "blocks_per_multiprocessor": 2}, 4096, 264),
-        ({"blocks_per_row": None, "blocks_per_multiprocessor": 2}, 5, 5),
         ({"blocks_per_row": None, "items_per_block": 256}, 257, 2),
     ],
 )
 def test_grid(more, rows, blocks):
-    """Blocks a row, persistent blocks on 132 multiprocessors, items."""
+    """Blocks a row, items."""
     assert kernel(0, "k", "generic", "bfloat16", **more).grid(rows, 256512, 132)[0] == blocks
+
+
+@pytest.mark.parametrize("rows", [1, 5, 263, 264, 265, 4096, 2**31 - 1])
+def test_grid_of_persistent_blocks(rows):
+    """At most two for each of 132 multiprocessors, none without a row, and no more turns than all would take."""
+    k = kernel(0, "k", "generic", "bfloat16", blocks_per_row=None, blocks_per_multiprocessor=2)
+    blocks, _ = k.grid(rows, 256512, 132)
+    assert 1 <= blocks <= min(rows, 264)
+    assert -(-rows // blocks) == -(-rows // 264)
 
 
 @pytest.mark.parametrize("row_bytes", [2, 8192, 8194, 256512, 2**32 + 2])
@@ -273,3 +280,33 @@ def test_forced_by_environment(monkeypatch, value, expected):
         monkeypatch.setenv(_selection.ENVIRONMENT_VARIABLE, value)
     assert _selection.ENVIRONMENT_VARIABLE == "FUSED_LOGP_HUB_KERNEL"
     assert _selection.forced_by_environment() == expected
+
+
+@pytest.mark.parametrize(
+    ("forced", "argument", "expected"),
+    [(None, "auto", "auto"), ("tma", "auto", "tma"), ("tma", "online", "online"), ("nonsense", "tma", "tma")],
+)
+def test_resolve(monkeypatch, forced, argument, expected):
+    """The environment stands in for "auto" only."""
+    monkeypatch.setattr(_selection, "_forced", forced)
+    assert _selection.resolve(argument) == expected
+
+
+@pytest.mark.parametrize(
+    ("forced", "argument", "source"), [(None, "Online", "kernel"), ("Online", "auto", "FUSED_LOGP_HUB_KERNEL")]
+)
+def test_resolve_names_where_a_wrong_name_came_from(monkeypatch, forced, argument, source):
+    monkeypatch.setattr(_selection, "_forced", forced)
+    with pytest.raises(ArgumentError, match=rf"^{source}: expected one of auto, .*, got 'Online'\."):
+        _selection.resolve(argument)
+
+
+def test_backward_kernel():
+    """One fused backward serves all fused forwards; the reference keeps its own."""
+    assert {name: _selection.backward_kernel(name) for name in _selection.KERNEL_NAMES} == {
+        "auto": "auto",
+        "two_pass": "auto",
+        "online": "auto",
+        "tma": "auto",
+        "reference": "reference",
+    }

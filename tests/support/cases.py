@@ -359,6 +359,7 @@ CASES = [
     Case("k_5", "equal ids, ignored ones, an invalid one", k_ids),
     Case("k_5_strided", "the ids of a row are not neighbours", partial(k_ids, strided=True, temperature=0.7)),
     Case("k_5_none", "no ignore_index: -100 is invalid", partial(k_ids, ignore_index=None)),
+    Case("k_5_nan", "an invalid id is NaN and takes the row's gradient along; ignored ones beside it stay 0", partial(k_ids, on_invalid="nan")),
     Case("k_40", "more ids than lanes of a warp, across two tiles", partial(k_ids, k=40, v=9001)),
     Case("k_1024", "as many ids as are allowed, more than columns: every column is hit", partial(k_ids, k=1024, v=500)),
     Case("k_two_dims", "[B, T, K] in int32 on transposed logits", k_ids_of_two_dims),

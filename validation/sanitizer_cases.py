@@ -1,0 +1,72 @@
+"""Every kernel on small inputs of every kind, for compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python validation/sanitizer_cases.py
+
+Without PyTorch's caching each tensor is an allocation of its own, so that memcheck sees one byte too far.
+Results are compared with the reference as well: a checker that finds nothing in wrong code proves nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+import fused_logp_hub
+from fused_logp_hub import NoMatchingKernelError, fused_logp
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# one vector and less, a ragged tile, several tiles and segments, odd lengths at every alignment
+SHAPES = ((3, 1), (5, 7), (9, 1000), (70, 1027), (3, 8192), (2, 20011))
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
+
+
+def check(logits: torch.Tensor, ids: torch.Tensor, kernel: str, **options: object) -> bool:
+    """Forward and backward by a kernel, against the reference; False if it does not fit these logits."""
+    grads = []
+    for name in (kernel, "reference"):
+        x = logits.detach().requires_grad_()
+        try:
+            result = fused_logp(x, ids, kernel=name, return_entropy=True, return_lse=True, **options)
+        except NoMatchingKernelError:
+            return False
+        (result.logp.sum() + result.entropy.sum()).backward()
+        grads.append((result.logp.detach(), x.grad))
+    (logp, grad), (expected, expected_grad) = grads
+    torch.testing.assert_close(logp, expected, atol=1e-5, rtol=1e-6)
+    bound = TOLERANCE[logits.dtype]
+    torch.testing.assert_close(grad, expected_grad, atol=bound, rtol=bound)
+    return True
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    runs = 0
+    for dtype, (n, v), kernel in itertools.product(DTYPES, SHAPES, ("online", "two_pass", "tma")):
+        logits = torch.randn(n, v, device="cuda").to(dtype)
+        ids = torch.randint(v, (n,), device="cuda")
+        runs += check(logits, ids, kernel)
+        ids[0], ids[-1] = v, -(2**40)  # nothing may be read there
+        runs += check(logits, ids, kernel, ignore_index=None)
+        mask = torch.arange(n, device="cuda") % 2 == 0
+        runs += check(logits, ids, kernel, row_mask=mask, temperature=0.7)
+        several = torch.randint(v, (n, 3), device="cuda", dtype=torch.int32)
+        runs += check(logits, several, kernel, row_indices=torch.tensor([0, n, 0, -5], device="cuda"))
+    for dtype in DTYPES:  # in place, and sliced to a ragged end
+        logits = torch.randn(4, 6, 1032, device="cuda").to(dtype)[:, :-1, :1031]
+        ids = torch.randint(1031, (4, 5), device="cuda")
+        runs += check(logits, ids, "auto")
+        r = fused_logp(logits, ids, return_lse=True)
+        grad = torch.ones_like(r.logp)
+        expected = fused_logp_hub.fused_logp_backward(grad, logits, ids, r.row_max, r.log_sum)
+        fused_logp_hub.fused_logp_backward_out(grad, logits, ids, r.row_max, r.log_sum, grad_logits=logits)
+        assert torch.equal(logits, expected)
+        runs += 1
+    many = torch.randn(600, 264, device="cuda")  # more rows than persistent blocks take at once
+    runs += check(many, torch.randint(264, (600,), device="cuda"), "tma")
+    torch.cuda.synchronize()
+    print(f"{runs} forward and backward runs agree with the reference")
+
+
+if __name__ == "__main__":
+    main()
