@@ -11,6 +11,8 @@ from fused_logp_hub import _checks, _library, _ops, _selection
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._problem import accumulation_dtype
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 class LogpResult(NamedTuple):
     """Result of `fused_logp` with a ``return_*`` flag; fields not asked for are None.
@@ -256,11 +258,7 @@ def fused_logp_backward_out(
 
 def _is_plain(logits: Tensor) -> bool:
     """Whether a call may go around the dispatcher: nothing traces, wraps or intercepts tensors."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(logits) in (Tensor, torch.nn.Parameter)
-        and not torch._C._len_torch_dispatch_stack()
-    )
+    return not torch.compiler.is_compiling() and type(logits) in _PLAIN and not torch._C._len_torch_dispatch_stack()
 
 
 def _merge_mask(row_indices: Tensor, row_mask: Tensor | None, logits: Tensor) -> Tensor:

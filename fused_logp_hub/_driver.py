@@ -38,7 +38,8 @@ class _Arguments(threading.local):
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(MAX_PARAMS_BYTES)
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self.previous = ctypes.c_void_p()
+        self.current = ctypes.c_void_p()
+        self.current_address = ctypes.addressof(self.current)
 
 
 _arguments = _Arguments()
@@ -82,29 +83,35 @@ def device_count() -> int:
 class Function:
     """A kernel that is ready to launch on one device."""
 
-    __slots__ = ("device", "handle", "kernel")
+    __slots__ = ("device", "handle", "kernel", "shared_memory", "threads")
 
     def __init__(self, device: Device, kernel: KernelRow, handle: int) -> None:
         self.device = device
         self.kernel = kernel
         self.handle = handle
+        self.threads = kernel.threads
+        self.shared_memory = kernel.shared_memory
 
     def launch(self, grid: int, stream: int, layout: struct.Struct, values: Sequence[Any]) -> None:
         """Pack the parameters and launch on a raw stream of this device; DriverError names the symbol."""
         library = _libcuda
         assert library is not None  # a Function exists only after libcuda()
-        arguments, kernel, device = _arguments, self.kernel, self.device
+        arguments = _arguments
         layout.pack_into(arguments.buffer, 0, *values)
-        previous = arguments.previous
-        library.cuCtxGetCurrent(ctypes.byref(previous))
-        block = (kernel.threads, 1, 1, kernel.shared_memory)
-        if previous.value == device.context:
-            status = library.cuLaunchKernel(self.handle, grid, 1, 1, *block, stream, arguments.pointers, None)
+        library.cuCtxGetCurrent(arguments.current_address)
+        if arguments.current.value == self.device.context:
+            status = self._launch(library, grid, stream, arguments.pointers)
         else:
-            with device:
-                status = library.cuLaunchKernel(self.handle, grid, 1, 1, *block, stream, arguments.pointers, None)
+            with self.device:
+                status = self._launch(library, grid, stream, arguments.pointers)
         if status:
-            _check((cuda.CUresult(status),), "cuLaunchKernel", kernel.symbol, device.ordinal)
+            _check((cuda.CUresult(status),), "cuLaunchKernel", self.kernel.symbol, self.device.ordinal)
+
+    def _launch(self, library: ctypes.CDLL, grid: int, stream: int, pointers: Any) -> int:
+        status: int = library.cuLaunchKernel(
+            self.handle, grid, 1, 1, self.threads, 1, 1, self.shared_memory, stream, pointers, None
+        )
+        return status
 
 
 class Device:

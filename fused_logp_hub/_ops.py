@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,12 +41,13 @@ def forward(
 
     raw: row_max is of the logits and not of logits / T, which is what a backward loses no precision with.
     """
-    if problem.num_rows == 0:
+    n = problem.num_rows
+    if n == 0:
         return
     if not uses_reference(problem.logits, kernel):
-        _launch.forward(problem.readable(), kernel, logp, _address(row_max), _address(log_sum), _address(entropy), raw)
+        addresses = (_address(row_max), _address(log_sum), _address(entropy))
+        _launch.forward(problem.readable(), kernel, logp, *addresses, raw)
         return
-    n = problem.num_rows
     row_max, log_sum, entropy = (None if t is None else t.view(n) for t in (row_max, log_sum, entropy))
     _reference.forward(problem.reshaped(n), logp.view(n, -1), row_max, log_sum, entropy, raw)
 
@@ -61,28 +63,43 @@ def backward(
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
 ) -> None:
-    """Fill grad_logits [..., V] from grad_logp, shaped as the ids, and grad_entropy [...]; statistics contiguous."""
-    if problem.num_rows == 0:
-        return
+    """Fill grad_logits [..., V] from grad_logp, shaped as the ids, and grad_entropy [...].
+
+    The statistics are contiguous; raw as in `forward`.
+    """
     n = problem.num_rows
-    if uses_reference(problem.logits, kernel):
-        problem = problem.reshaped(n)
-        row_max, log_sum = row_max.view(n), log_sum.view(n)
-        entropy = None if entropy is None else entropy.view(n)
-    else:
-        problem = problem.readable()
+    if n == 0:
+        return
+    if not uses_reference(problem.logits, kernel):
+        addresses = (row_max.data_ptr(), log_sum.data_ptr(), _address(entropy))
+        _backward_cuda(problem, addresses, raw, grad_logp, grad_entropy, grad_logits)
+        return
+    entropy = None if entropy is None else entropy.view(n)
+    grad_entropy = None if grad_entropy is None else grad_entropy.reshape(n)
+    target = _over(grad_logits, (n,))
+    statistics = (row_max.view(n), log_sum.view(n), entropy)
+    _reference.backward(problem.reshaped(n), *statistics, raw, grad_logp.reshape(n, -1), grad_entropy, target)
+    _bring_home(target, grad_logits)
+
+
+def _backward_cuda(
+    problem: Problem,
+    statistics: tuple[int, int, int],
+    raw: bool,
+    grad_logp: Tensor,
+    grad_entropy: Tensor | None,
+    grad_logits: Tensor,
+) -> None:
+    problem = problem.readable()
     leading = problem.logits.shape[:-1]
-    if problem.token_ids.shape != grad_logp.shape:  # the rows were folded
-        grad_logp = grad_logp.reshape(problem.token_ids.shape)
-        grad_entropy = None if grad_entropy is None else grad_entropy.reshape(leading)
-    target = grad_logits if grad_logits.shape[:-1] == leading else _viewed(grad_logits, leading)
-    if uses_reference(problem.logits, kernel):
-        _reference.backward(problem, row_max, log_sum, entropy, raw, grad_logp, grad_entropy, target)
-    else:
-        statistics = (row_max.data_ptr(), log_sum.data_ptr(), _address(entropy))
-        _launch.backward(problem, *statistics, raw, grad_logp, grad_entropy, target)
-    if target.data_ptr() != grad_logits.data_ptr():
-        grad_logits.copy_(target.view(grad_logits.shape))
+    if len(leading) + 1 == grad_logits.dim():
+        _launch.backward(problem, *statistics, raw, grad_logp, grad_entropy, grad_logits)
+        return
+    grad_entropy = None if grad_entropy is None else grad_entropy.reshape(leading)
+    target = _over(grad_logits, leading)
+    grad_logp = grad_logp.reshape(problem.token_ids.shape)
+    _launch.backward(problem, *statistics, raw, grad_logp, grad_entropy, target)
+    _bring_home(target, grad_logits)
 
 
 def row_mask_from_indices(row_indices: Tensor, num_rows: int) -> Tensor:
@@ -104,22 +121,26 @@ def run_forward(
     logits = problem.logits
     device = logits.device
     logp = torch.empty(problem.token_ids.shape, dtype=out_dtype, device=device)
-    statistics = entropy = row_max = log_sum = None
+    statistics = entropy = None
     if want_statistics or want_entropy:
         leading, acc = logits.shape[:-1], accumulation_dtype(logits.dtype)
         if want_statistics:
             statistics = torch.empty((2, *leading), dtype=acc, device=device)
-            row_max, log_sum = statistics.unbind(0)
         if want_entropy:
             entropy = torch.empty(leading, dtype=acc, device=device)
-    forward(problem, kernel, logp, row_max, log_sum, entropy, True)
+    if problem.num_rows and not uses_reference(logits, kernel):
+        addresses = _halves(statistics, problem.num_rows)
+        _launch.forward(problem.readable(), kernel, logp, *addresses, _address(entropy), True)
+    else:
+        row_max, log_sum = (None, None) if statistics is None else statistics.unbind(0)
+        forward(problem, kernel, logp, row_max, log_sum, entropy, True)
     return logp, statistics, entropy
 
 
 def empty_grad(logits: Tensor) -> Tensor:
     """Memory for the gradient: the logits' own layout where that is dense with unit vocabulary stride."""
     grad = torch.empty_like(logits)
-    if copy_reason(grad) is not None:
+    if not grad.is_contiguous() and copy_reason(grad) is not None:
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     return grad
 
@@ -185,8 +206,12 @@ def run_backward(
     if grad_logp is None:
         grad_logp = torch.zeros((), device=problem.logits.device).expand(problem.token_ids.shape)
     grad_logits = empty_grad(problem.logits)
-    row_max, log_sum = statistics.unbind(0)
-    backward(problem, kernel, row_max, log_sum, entropy, True, grad_logp, grad_entropy, grad_logits)
+    if problem.num_rows and not uses_reference(problem.logits, kernel):
+        addresses = (*_halves(statistics, problem.num_rows), _address(entropy))
+        _backward_cuda(problem, addresses, True, grad_logp, grad_entropy, grad_logits)
+    else:
+        row_max, log_sum = statistics.unbind(0)
+        backward(problem, kernel, row_max, log_sum, entropy, True, grad_logp, grad_entropy, grad_logits)
     return grad_logits
 
 
@@ -194,9 +219,24 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _viewed(grad_logits: Tensor, leading: torch.Size) -> Tensor:
+def _halves(statistics: Tensor | None, num_rows: int) -> tuple[int, int]:
+    """Addresses of row_max and log_sum in one tensor [2, ...]; two views cost as much as a launch."""
+    if statistics is None:
+        return 0, 0
+    start = statistics.data_ptr()
+    return start, start + num_rows * statistics.element_size()
+
+
+def _over(grad_logits: Tensor, leading: Sequence[int]) -> Tensor:
     """grad_logits over other leading dimensions: a view if there is one, else new memory of that shape."""
+    shape = (*leading, grad_logits.shape[-1])
     try:
-        return grad_logits.view(*leading, grad_logits.shape[-1])
+        return grad_logits.view(shape)
     except RuntimeError:
-        return torch.empty((*leading, grad_logits.shape[-1]), dtype=grad_logits.dtype, device=grad_logits.device)
+        return torch.empty(shape, dtype=grad_logits.dtype, device=grad_logits.device)
+
+
+def _bring_home(target: Tensor, grad_logits: Tensor) -> None:
+    """Copy what could not be written in place."""
+    if target.data_ptr() != grad_logits.data_ptr():
+        grad_logits.copy_(target.view(grad_logits.shape))

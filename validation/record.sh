@@ -7,7 +7,7 @@ prefix=$1
 commit=$(git rev-parse HEAD 2>/dev/null || cat COMMIT)
 
 header() {
-  python3 - "$1" "$commit" <<'PY'
+  python3 -P - "$1" "$commit" <<'PY'
 import datetime, platform, subprocess, sys
 import torch, fused_logp_hub
 from fused_logp_hub._manifest import shipped
@@ -32,8 +32,8 @@ record() {  # name, command, lines of its output to keep
 }
 
 sanitize="PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer"
-record tests "pytest --require-gpu -q -rs -p no:cacheprovider ${PYTEST_ARGUMENTS:-}" 30
+record tests "python3 -P -m pytest --require-gpu -q -rs -p no:cacheprovider ${PYTEST_ARGUMENTS:-}" 30
 record sanitizer "for tool in memcheck racecheck initcheck synccheck; do echo \$tool; $sanitize --tool \$tool python3 validation/sanitizer_cases.py; done" 40
-record doctor "python3 -m fused_logp_hub doctor" 60
-record demo "python3 -m fused_logp_hub demo" 30
+record doctor "python3 -P -m fused_logp_hub doctor" 60
+record demo "python3 -P -m fused_logp_hub demo" 30
 record example "python3 examples/score_qwen.py --batch 32" 12
