@@ -4,10 +4,9 @@
 # Each file says what was run and ends with its summary.
 set -uo pipefail
 prefix=$1
-commit=$(git rev-parse HEAD 2>/dev/null || cat COMMIT)
 
 header() {
-  python3 -P - "$1" "$commit" <<'PY'
+  python3 -P - "$1" <<'PY'
 import datetime, platform, subprocess, sys
 import torch, fused_logp_hub
 from fused_logp_hub._manifest import shipped
@@ -15,7 +14,7 @@ driver = subprocess.run(
     ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
 ).stdout.strip().splitlines()
 m = shipped()
-print(f"command   {sys.argv[1]}\ncommit    {sys.argv[2]}\ndate      {datetime.date.today()}\ncard      {'; '.join(driver)}")
+print(f"command   {sys.argv[1]}\ncommit    {m.source_commit}{' (dirty)' if m.dirty else ''}\ndate      {datetime.date.today()}\ncard      {'; '.join(driver)}")
 print(f"versions  python {platform.python_version()}, torch {torch.__version__}, fused-logp-hub {fused_logp_hub.__version__}")
 print(f"kernels   {m.compiler['name']} {m.compiler['version']}, {len(m.cubins)} cubins\n")
 PY
