@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-if str(Path(__file__).parent) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parent
+if str(TESTS) not in sys.path:
+    sys.path.insert(0, str(TESTS))
+# For build_tools and benchmarks, which no wheel has. Last, so that an installed package wins over the sources.
+sys.path.append(str(TESTS.parent))
 
 
 def pytest_addoption(parser):
