@@ -1,0 +1,140 @@
+"""What the kernels are told, without a GPU: the packed parameters lead to each row's own memory.
+
+The driver is replaced by one that keeps the bytes. For strided, sliced, expanded and folded inputs the
+address of every row, computed from the bytes as kernels_src/row.cuh does, must be that row's.
+"""
+
+from __future__ import annotations
+
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.manifests import SYNTHETIC
+
+from fused_logp_hub import _checks, _launch, _ops, _params
+
+FIELDS = {
+    "forward": (_params.LOGP_FORWARD, _params.LOGP_FORWARD_FIELDS),
+    "backward": (_params.LOGP_BACKWARD, (*_params.LOGP_FORWARD_FIELDS, *_params.LOGP_BACKWARD_FIELDS)),
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Every launch as (grid, fields by name), most recent last."""
+    launches = []
+
+    def launch(self, grid, stream, layout, values):
+        kind = "forward" if layout is _params.LOGP_FORWARD else "backward"
+        numbers = list(layout.unpack(layout.pack(*values)))
+        fields = {}
+        for name, codes in FIELDS[kind][1]:
+            taken, numbers = numbers[: len(codes)], numbers[len(codes) :]
+            fields[name] = taken[0] if len(taken) == 1 else tuple(taken)
+        launches.append((grid, fields))
+
+    kernels = {k.op: k for k in SYNTHETIC.kernels if k.name in ("online", "backward") and k.max_rows is None}
+    fake = type("Function", (), {"launch": launch})
+
+    def plan(op, requested, logits, num_rows):
+        function = fake()
+        function.kernel = kernels[op]
+        function.device = SimpleNamespace(ordinal=0, multiprocessors=132)
+        return function
+
+    monkeypatch.setattr(_launch, "plan", plan)
+    monkeypatch.setattr(_launch, "current_stream", lambda index: 0)
+    monkeypatch.setattr(_ops, "uses_reference", lambda logits, kernel: False)
+    return launches
+
+
+def row_addresses(view, fields, itemsize):
+    data, outer, inner = view
+    rows, inner_rows = fields["num_rows"], fields["inner_rows"]
+    return [data + (r // inner_rows * outer + r % inner_rows * inner) * itemsize for r in range(rows)]
+
+
+def expected_addresses(tensor, depth):
+    """The address of each row, over the first `depth` dimensions."""
+    offsets = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(tensor.shape[:depth], tensor.stride()[:depth], strict=True):
+        offsets = offsets[..., None] + torch.arange(size) * stride
+    return [tensor.data_ptr() + o * tensor.element_size() for o in offsets.reshape(-1).tolist()]
+
+
+base = torch.randn(4, 6, 40)
+LOGITS = {
+    "one row": base[0, 0],
+    "rows": base[0],
+    "one column": base[0, :, :1],
+    "sliced": base[:, :-1],
+    "transposed": base.transpose(0, 1),
+    "expanded": base[:1, :1].expand(4, 6, 40),
+    "a column short": base[..., :-1],
+    "three dimensions that fold": base.view(2, 2, 6, 40),
+    "three dimensions, the last sliced": base.view(2, 2, 6, 40)[:, :, :4],
+    "no rows": base[:0],
+}
+
+
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
+@pytest.mark.parametrize("ids_of", ["contiguous", "strided", "several"])
+def test_rows_are_where_the_parameters_say(launched, logits, ids_of):
+    leading = logits.shape[:-1]
+    if ids_of == "strided":
+        ids = torch.zeros((*leading, 2), dtype=torch.int64)[..., 0]
+    else:
+        ids = torch.zeros((*leading, 3) if ids_of == "several" else leading, dtype=torch.int32)
+    temperature = torch.ones(leading)
+    problem = _checks.make_problem(logits, ids, None, temperature, -100, "zero")
+    logp, statistics, entropy = _ops.run_forward(problem, "auto", torch.float32, True, True)
+    grad_logp = torch.ones(()).expand(ids.shape)
+    grad_logits = _ops.run_backward(problem, "auto", statistics, entropy, grad_logp, entropy)
+    if logits.numel() == 0:
+        assert launched == []
+        return
+    (grid, forward), (_, backward) = launched
+    depth = len(leading)
+    assert grid == max(1, leading.numel())
+    for fields in (forward, backward):
+        assert (fields["num_rows"], fields["vocab_size"]) == (leading.numel(), logits.shape[-1])
+        assert fields["num_ids"] == (3 if ids_of == "several" else 1)
+        assert row_addresses(fields["logits"], fields, logits.element_size()) == expected_addresses(logits, depth)
+        if depth <= 2:  # deeper ids may have been copied
+            assert row_addresses(fields["token_ids"], fields, ids.element_size()) == expected_addresses(ids, depth)
+        assert fields["token_ids_last"] == (1 if ids_of == "several" else 0)
+        assert fields["token_id_bytes"] == ids.element_size()
+        addresses = row_addresses(fields["temperature"], fields, 4)
+        assert addresses == expected_addresses(temperature, depth)
+        assert fields["row_max"] == statistics[0].data_ptr()
+        assert fields["log_sum"] == statistics[1].data_ptr()
+        assert fields["entropy"] == entropy.data_ptr()
+        assert fields["row_max_is_raw"] == 1
+    assert forward["logp"] == logp.data_ptr()
+    assert row_addresses(backward["grad_logits"], backward, 4) == expected_addresses(grad_logits, depth)
+    assert backward["grad_logp"] == (grad_logp.data_ptr(), 0, 0)
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)])
+def test_vocabulary_stride_is_copied_first(launched, shape):
+    logits = torch.randn(*shape[:-1], 16)[..., ::2]
+    _ops.run_forward(
+        _checks.make_problem(logits, torch.zeros(shape[:-1], dtype=torch.int64), None, 1.0, None, "nan"),
+        "auto",
+        torch.bfloat16,
+        False,
+        False,
+    )
+    ((_, fields),) = launched
+    data, _, inner = fields["logits"]
+    assert data != logits.data_ptr()
+    assert inner == shape[-1]
+    assert (fields["use_ignore_index"], fields["invalid_is_nan"]) == (0, 1)
+    assert (fields["row_max"], fields["log_sum"], fields["entropy"]) == (0, 0, 0)
+    assert fields["logp_dtype"] == _params.DTYPE_CODES["bfloat16"]
+
+
+def test_parameters_fit_the_buffer():
+    assert struct.calcsize("=" + "".join(c for _, c in FIELDS["backward"][1])) == _params.MAX_PARAMS_BYTES
