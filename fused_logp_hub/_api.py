@@ -97,10 +97,13 @@ def fused_logp(
         raise ArgumentError(f"out_dtype: expected a floating dtype, got {out_dtype}. Use torch.float32.")
     if not isinstance(logits, Tensor) or _is_plain(logits):
         problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
+        more = return_lse or return_entropy
         if logits.requires_grad and torch.is_grad_enabled():
             results = _ops.LogpFunction.apply(  # type: ignore[no-untyped-call]
-                logits, problem, kernel, out_dtype, return_entropy
+                logits, problem, kernel, out_dtype, more, return_entropy
             )
+            if not more:
+                return results  # type: ignore[no-any-return]
         else:
             results = _ops.run_forward(problem, kernel, out_dtype, return_lse, return_entropy)
     else:

@@ -146,7 +146,11 @@ def empty_grad(logits: Tensor) -> Tensor:
 
 
 class LogpFunction(torch.autograd.Function):
-    """Eager autograd around forward and backward; outputs logp, statistics [2, ...], entropy."""
+    """Eager autograd around forward and backward.
+
+    The output is logp or, if more is wanted, (logp, statistics [2, ...], entropy): each output of a Function
+    costs host time.
+    """
 
     @staticmethod
     def forward(
@@ -155,22 +159,27 @@ class LogpFunction(torch.autograd.Function):
         problem: Problem,
         kernel: str,
         out_dtype: torch.dtype,
+        want_more: bool,
         want_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
         logp, statistics, entropy = run_forward(problem, kernel, out_dtype, True, want_entropy)
         ctx.save_for_backward(
             logits, problem.token_ids, problem.row_mask, problem.temperature_rows, statistics, entropy
         )
         ctx.scalars = problem.scalars()
         ctx.kernel = kernel
+        if not want_more:
+            return logp
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         return logp, statistics, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logp: Tensor | None, _: None, grad_entropy: Tensor | None) -> Any:
+    def backward(
+        ctx: Any, grad_logp: Tensor | None, grad_statistics: None = None, grad_entropy: Tensor | None = None
+    ) -> Any:
         if grad_logp is None and grad_entropy is None:
-            return None, None, None, None, None
+            return (None,) * 6
         logits, token_ids, row_mask, rows, statistics, entropy = ctx.saved_tensors
         problem = Problem(logits, token_ids, row_mask, rows, *ctx.scalars)
         if torch.is_grad_enabled():  # create_graph=True
@@ -179,7 +188,7 @@ class LogpFunction(torch.autograd.Function):
             )
         else:
             grad = run_backward(problem, ctx.kernel, statistics, entropy, grad_logp, grad_entropy)
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 class _OnceDifferentiable(torch.autograd.Function):
