@@ -41,6 +41,7 @@ def fused_logp(
     kernel: str = "auto",
     return_lse: bool = False,
     return_entropy: bool = False,
+    inplace_backward: bool = False,
 ) -> Tensor | LogpResult:
     """Log-probability of each row's token ids, differentiable, in one pass over the logits.
 
@@ -66,6 +67,10 @@ def fused_logp(
             FUSED_LOGP_HUB_KERNEL, read at import, replaces "auto".
         return_lse: also return row_max and log_sum, both of logits / T.
         return_entropy: also return the entropy of softmax(logits / T) in nats, differentiable.
+        inplace_backward: let the gradient overwrite the logits' memory, which saves one tensor of their size.
+            The logits must come from an operation (not a leaf), with rows that do not overlap. Whoever else
+            saved them for a backward of its own then gets PyTorch's "modified by an inplace operation" error;
+            reading them after the backward, outside autograd, gives the gradient.
 
     Returns:
         logp with the shape of token_ids, or a LogpResult if a ``return_*`` flag is set.
@@ -83,7 +88,7 @@ def fused_logp(
         gradient is 0 get an exactly zero gradient without being read.
 
     Memory:
-        Forward O(N); backward one tensor like the logits and O(N).
+        Forward O(N); backward one tensor like the logits (none with inplace_backward) and O(N).
 
     Source:
         Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
@@ -99,14 +104,21 @@ def fused_logp(
         problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
         more = return_lse or return_entropy
         if logits.requires_grad and torch.is_grad_enabled():
+            if inplace_backward:
+                _checks.overwritable(logits)
             results = _ops.LogpFunction.apply(  # type: ignore[no-untyped-call]
-                logits, problem, kernel, out_dtype, more, return_entropy
+                logits, problem, kernel, out_dtype, more, return_entropy, inplace_backward
             )
             if not more:
                 return results  # type: ignore[no-any-return]
         else:
             results = _ops.run_forward(problem, kernel, out_dtype, return_lse, return_entropy)
     else:
+        if inplace_backward:
+            raise ArgumentError(
+                "inplace_backward: expected False under torch.compile, tensor subclasses and dispatch modes, got True. "
+                "Call fused_logp outside of them."
+            )
         rows = temperature if isinstance(temperature, Tensor) else None
         results = _library.logp_forward(
             logits, token_ids, row_mask, 1.0 if isinstance(temperature, Tensor) else float(temperature), rows,

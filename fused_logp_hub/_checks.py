@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_logp_hub._errors import ArgumentError, ArgumentTypeError, InvalidTokenIdError
-from fused_logp_hub._problem import Problem, accumulation_dtype, collapse
+from fused_logp_hub._problem import Problem, accumulation_dtype, copy_reason
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int64, torch.int32)
@@ -143,6 +143,20 @@ def row_indices(indices: Tensor, logits: Tensor) -> None:
     same_device("row_indices", indices, logits)
 
 
+def overwritable(logits: Tensor) -> None:
+    """ArgumentError unless the gradient may take the logits' own memory."""
+    if logits.is_leaf:
+        raise ArgumentError(
+            "inplace_backward: expected logits that an operation computed, got a leaf, whose values would be lost. "
+            "Leave it False for leaves."
+        )
+    if copy_reason(logits) is not None or not _rows_apart(logits):
+        raise ArgumentError(
+            "inplace_backward: expected logits with a last stride of 1 and rows that do not overlap, "
+            f"got strides {logits.stride()}. Leave it False for these."
+        )
+
+
 def grad_logits(out: Tensor, logits: Tensor) -> None:
     """ArgumentError unless the gradient can be written there: its own memory, or exactly the logits'."""
     tensor("grad_logits", out)
@@ -153,7 +167,7 @@ def grad_logits(out: Tensor, logits: Tensor) -> None:
         )
     same_device("grad_logits", out, logits)
     no_autograd("grad_logits", out)
-    if (out.shape[-1] > 1 and out.stride(-1) != 1) or not _rows_apart(out) or collapse_one(out) is None:
+    if copy_reason(out) is not None or not _rows_apart(out):
         raise ArgumentError(
             f"grad_logits: expected rows with a last stride of 1 that do not overlap, got strides {out.stride()}. "
             "Allocate it with torch.empty_like(logits)."
@@ -167,11 +181,6 @@ def grad_logits(out: Tensor, logits: Tensor) -> None:
             "grad_logits: expected memory of its own or exactly the logits', got a partial overlap. "
             "Pass logits itself to work in place."
         )
-
-
-def collapse_one(tensor: Tensor) -> object:
-    """Not None if the tensor's leading dimensions fold into two strides."""
-    return collapse(tensor.shape[:-1], [tensor.stride()[:-1]])
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

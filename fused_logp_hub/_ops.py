@@ -161,6 +161,7 @@ class LogpFunction(torch.autograd.Function):
         out_dtype: torch.dtype,
         want_more: bool,
         want_entropy: bool,
+        in_place: bool,
     ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
         logp, statistics, entropy = run_forward(problem, kernel, out_dtype, True, want_entropy)
         ctx.save_for_backward(
@@ -168,6 +169,7 @@ class LogpFunction(torch.autograd.Function):
         )
         ctx.scalars = problem.scalars()
         ctx.kernel = kernel
+        ctx.in_place = in_place
         if not want_more:
             return logp
         ctx.mark_non_differentiable(statistics)
@@ -179,16 +181,24 @@ class LogpFunction(torch.autograd.Function):
         ctx: Any, grad_logp: Tensor | None, grad_statistics: None = None, grad_entropy: Tensor | None = None
     ) -> Any:
         if grad_logp is None and grad_entropy is None:
-            return (None,) * 6
+            return (None,) * 7
         logits, token_ids, row_mask, rows, statistics, entropy = ctx.saved_tensors
         problem = Problem(logits, token_ids, row_mask, rows, *ctx.scalars)
-        if torch.is_grad_enabled():  # create_graph=True
+        if ctx.in_place:
+            if torch.is_grad_enabled():
+                raise SecondDerivativeError(TWICE)
+            # The new version makes every later use of these logits by autograd an error, this node's own too.
+            torch.autograd.graph.increment_version(logits)
+            grad = run_backward(
+                problem, ctx.kernel, statistics, entropy, grad_logp, grad_entropy, grad_logits=logits.detach()
+            )
+        elif torch.is_grad_enabled():  # create_graph=True
             grad = _OnceDifferentiable.apply(  # type: ignore[no-untyped-call]
                 logits, problem, ctx.kernel, statistics, entropy, grad_logp, grad_entropy
             )
         else:
             grad = run_backward(problem, ctx.kernel, statistics, entropy, grad_logp, grad_entropy)
-        return grad, None, None, None, None, None
+        return (grad, *(None,) * 6)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -210,11 +220,13 @@ def run_backward(
     entropy: Tensor | None,
     grad_logp: Tensor | None,
     grad_entropy: Tensor | None,
+    grad_logits: Tensor | None = None,
 ) -> Tensor:
-    """`backward` into new memory; an absent gradient counts as zero."""
+    """`backward` into grad_logits, by default new memory; an absent gradient counts as zero."""
     if grad_logp is None:
         grad_logp = torch.zeros((), device=problem.logits.device).expand(problem.token_ids.shape)
-    grad_logits = empty_grad(problem.logits)
+    if grad_logits is None:
+        grad_logits = empty_grad(problem.logits)
     if problem.num_rows and not uses_reference(problem.logits, kernel):
         addresses = (*_halves(statistics, problem.num_rows), _address(entropy))
         _backward_cuda(problem, addresses, True, grad_logp, grad_entropy, grad_logits)
