@@ -56,7 +56,7 @@ def run_backend(root, call, **environment):
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=root,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment},  # a front end's own caches are not ours
         capture_output=True,
         text=True,
     )
