@@ -129,17 +129,17 @@ def backward(
 def mark_rows(row_indices: Tensor, row_mask: Tensor) -> None:
     """Set row_mask[i] for every i in row_indices that is inside it; the rest stays as it is."""
     device_index = row_mask.device.index
-    device = _driver.device(device_index)
-    facts = _selection.Facts(device.capability, device.driver_cuda, "any", 16, 0)
     function = _plans.get(("row_mask", device_index))
     if function is None:
+        device = _driver.device(device_index)
+        facts = _selection.Facts(device.capability, device.driver_cuda, "any", 16, 0)
         function = _plans[("row_mask", device_index)] = _plan("row_mask", _selection.AUTO, facts, device_index)
     count = row_indices.numel()
     values = (
         row_indices.data_ptr(), row_indices.stride(0), count,
         row_mask.data_ptr(), row_mask.numel(), row_indices.element_size(), 0,
     )  # fmt: skip
-    grid, _ = function.kernel.grid(count, 0, device.multiprocessors)
+    grid, _ = function.kernel.grid(count, 0, function.device.multiprocessors)
     function.launch(grid, current_stream(device_index), _params.ROW_MASK, values)
 
 
