@@ -119,15 +119,14 @@ def run_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`forward` into new memory: logp as the ids; raw row_max and log_sum as one tensor [2, ...]; entropy [...]."""
     logits = problem.logits
-    device = logits.device
-    logp = torch.empty(problem.token_ids.shape, dtype=out_dtype, device=device)
+    logp = logits.new_empty(problem.token_ids.shape, dtype=out_dtype)  # cheaper than torch.empty on its device
     statistics = entropy = None
     if want_statistics or want_entropy:
         leading, acc = logits.shape[:-1], accumulation_dtype(logits.dtype)
         if want_statistics:
-            statistics = torch.empty((2, *leading), dtype=acc, device=device)
+            statistics = logits.new_empty((2, *leading), dtype=acc)
         if want_entropy:
-            entropy = torch.empty(leading, dtype=acc, device=device)
+            entropy = logits.new_empty(leading, dtype=acc)
     if problem.num_rows and not uses_reference(logits, kernel):
         addresses = _halves(statistics, problem.num_rows)
         _launch.forward(problem.readable(), kernel, logp, *addresses, _address(entropy), True)

@@ -572,7 +572,7 @@ def test_driver_errors_name_call_symbol_and_device():
     values = [0] * sum(len(codes) for _, codes in _params.LOGP_FORWARD_FIELDS)
     with pytest.raises(
         fused_logp_hub.DriverError,
-        match=r"^cuLaunchKernel for logp_forward_two_pass_bf16 on device 0: .* got CUDA_ERROR_INVALID_VALUE",
+        match=r"^cuLaunchKernelEx for logp_forward_two_pass_bf16 on device 0: .* got CUDA_ERROR_INVALID_VALUE",
     ):
         broken.launch(1, _launch.current_stream(0), _params.LOGP_FORWARD, values)
     torch.cuda.synchronize()
