@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_logp_hub._errors import ArgumentError, ArgumentTypeError, InvalidTokenIdError
-from fused_logp_hub._problem import Problem, accumulation_dtype, copy_reason
+from fused_logp_hub._problem import Problem, Shard, accumulation_dtype, columns, copy_reason
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int64, torch.int32)
@@ -29,8 +29,9 @@ def make_problem(
     temperature: float | Tensor,
     ignore_index: int | None,
     on_invalid: str,
+    shard: Shard | None = None,
 ) -> Problem:
-    """The checked problem; row_mask is [...] bool."""
+    """The checked problem; row_mask is [...] bool. Columns of a shard beyond the vocabulary are left out of it."""
     tensor("logits", logits)
     tensor("token_ids", token_ids)
     shape, ids_shape = logits.shape, token_ids.shape
@@ -38,7 +39,7 @@ def make_problem(
         raise ArgumentError(f"logits: expected dtype {_names(FLOAT_DTYPES)}, got {logits.dtype}. Cast the logits.")
     if token_ids.dtype not in INDEX_DTYPES:
         raise ArgumentError(f"token_ids: expected dtype int32 or int64, got {token_ids.dtype}. Cast the ids.")
-    if not shape or shape[-1] == 0:
+    if not shape or (shape[-1] == 0 and shard is None):
         raise ArgumentError(f"logits: expected shape [..., V] with V >= 1, got {list(shape)}. Pass some columns.")
     leading, vocab_size = shape[:-1], shape[-1]
     if vocab_size > MAX_VOCAB:
@@ -71,6 +72,9 @@ def make_problem(
         _index("ignore_index", ignore_index)
     if on_invalid not in ON_INVALID:
         raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
+    if shard is not None:
+        vocab_size = min(vocab_size, max(shard.vocab_size - shard.start, 0))
+        logits = columns(logits, vocab_size)
     problem = Problem(
         logits,
         token_ids,
@@ -82,6 +86,7 @@ def make_problem(
         temperature,
         ignore_index,
         on_invalid == "nan",
+        shard,
     )
     if on_invalid == "raise":
         _raise_on_invalid(problem)
@@ -219,7 +224,8 @@ def _temperature_rows(temperature: Tensor, logits: Tensor) -> Tensor:
 
 def _raise_on_invalid(problem: Problem) -> None:
     ids = problem.token_ids
-    bad = (ids < 0) | (ids >= problem.logits.shape[-1])
+    vocab_size = problem.vocab_size if problem.shard is None else problem.shard.vocab_size
+    bad = (ids < 0) | (ids >= vocab_size)
     if problem.ignore_index is not None:
         bad &= ids != problem.ignore_index
     bad = bad.reshape(problem.num_rows, problem.num_ids)
@@ -232,7 +238,7 @@ def _raise_on_invalid(problem: Problem) -> None:
     k = int(bad[first].nonzero()[0, 0])
     value = int(ids.reshape(problem.num_rows, problem.num_ids)[first, k])
     raise InvalidTokenIdError(
-        f"token_ids: expected ids in [0, {problem.logits.shape[-1]}) or ignore_index, got {value} in row {first}. "
+        f"token_ids: expected ids in [0, {vocab_size}) or ignore_index, got {value} in row {first}. "
         "Correct the ids, or pass on_invalid='zero' or 'nan'."
     )
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Shard(NamedTuple):
+    """Where a shard's columns lie in the vocabulary that the token ids are of."""
+
+    start: int
+    vocab_size: int
 
 
 class Problem:
     """Everything a forward and its backward share.
 
     ``logits`` [..., V]; ``token_ids`` [...] or [..., K]; ``row_mask`` [N] bool, contiguous, or None;
-    ``temperature_rows`` [...] float32 or None, which then takes the place of ``temperature``.
+    ``temperature_rows`` [...] float32 or None, which then takes the place of ``temperature``; ``shard``: the
+    logits are a part of the columns, and the forward gives what `_shards.merge` takes; None: all of them.
     """
 
     __slots__ = (
@@ -22,6 +31,7 @@ class Problem:
         "num_ids",
         "num_rows",
         "row_mask",
+        "shard",
         "temperature",
         "temperature_rows",
         "token_ids",
@@ -40,6 +50,7 @@ class Problem:
         temperature: float,
         ignore_index: int | None,
         invalid_is_nan: bool,
+        shard: Shard | None = None,
     ) -> None:
         self.logits = logits
         self.token_ids = token_ids
@@ -51,6 +62,7 @@ class Problem:
         self.temperature_rows = temperature_rows
         self.ignore_index = ignore_index
         self.invalid_is_nan = invalid_is_nan
+        self.shard = shard
 
     def with_tensors(
         self, logits: Tensor, token_ids: Tensor, row_mask: Tensor | None, temperature_rows: Tensor | None
@@ -58,7 +70,7 @@ class Problem:
         """The same problem with other tensors."""
         return Problem(logits, token_ids, row_mask, temperature_rows, *self.scalars())
 
-    def scalars(self) -> tuple[int, int, int, float, int | None, bool]:
+    def scalars(self) -> tuple[int, int, int, float, int | None, bool, Shard | None]:
         """All but the tensors, in the constructor's order: what a backward keeps beside its saved tensors."""
         return (
             self.num_rows,
@@ -67,6 +79,7 @@ class Problem:
             self.temperature,
             self.ignore_index,
             self.invalid_is_nan,
+            self.shard,
         )
 
     def reshaped(self, *leading: int) -> Problem:
@@ -95,6 +108,11 @@ class Problem:
         folded = collapse(problem.logits.shape[:-1], [problem.logits.stride()[:-1]])
         assert folded is not None  # copied if not
         return problem.reshaped(self.num_rows // folded[0], folded[0])
+
+
+def columns(tensor: Tensor, vocab_size: int) -> Tensor:
+    """The first columns: a view without the padding behind them."""
+    return tensor if tensor.shape[-1] == vocab_size else tensor[..., :vocab_size]
 
 
 def copy_reason(logits: Tensor) -> str | None:
