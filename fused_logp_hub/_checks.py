@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_logp_hub._errors import ArgumentError, ArgumentTypeError, InvalidTokenIdError
-from fused_logp_hub._problem import Problem, Shard, accumulation_dtype, columns, copy_reason
+from fused_logp_hub._problem import Problem, Shard, accumulation_dtype, copy_reason
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int64, torch.int32)
@@ -31,7 +31,7 @@ def make_problem(
     on_invalid: str,
     shard: Shard | None = None,
 ) -> Problem:
-    """The checked problem; row_mask is [...] bool. Columns of a shard beyond the vocabulary are left out of it."""
+    """The checked problem; row_mask is [...] bool."""
     tensor("logits", logits)
     tensor("token_ids", token_ids)
     shape, ids_shape = logits.shape, token_ids.shape
@@ -74,7 +74,6 @@ def make_problem(
         raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
     if shard is not None:
         vocab_size = min(vocab_size, max(shard.vocab_size - shard.start, 0))
-        logits = columns(logits, vocab_size)
     problem = Problem(
         logits,
         token_ids,
@@ -146,6 +145,15 @@ def row_indices(indices: Tensor, logits: Tensor) -> None:
             "Pass the flat numbers of the rows to keep."
         )
     same_device("row_indices", indices, logits)
+
+
+def out_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
+    """The dtype of logp: by default that of the arithmetic."""
+    if dtype is None:
+        return accumulation_dtype(logits.dtype) if isinstance(logits, Tensor) else torch.float32
+    if dtype not in FLOAT_DTYPES:
+        raise ArgumentError(f"out_dtype: expected a floating dtype, got {dtype}. Use torch.float32.")
+    return dtype
 
 
 def overwritable(logits: Tensor) -> None:

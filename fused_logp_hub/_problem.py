@@ -20,8 +20,10 @@ class Problem:
     """Everything a forward and its backward share.
 
     ``logits`` [..., V]; ``token_ids`` [...] or [..., K]; ``row_mask`` [N] bool, contiguous, or None;
-    ``temperature_rows`` [...] float32 or None, which then takes the place of ``temperature``; ``shard``: the
-    logits are a part of the columns, and the forward gives what `_shards.merge` takes; None: all of them.
+    ``temperature_rows`` [...] float32 or None, which then takes the place of ``temperature``.
+
+    With a ``shard`` the logits are a part of the columns, and the forward gives what `_shards.merge` takes.
+    Columns behind the first ``vocab_size`` are then padding.
     """
 
     __slots__ = (
@@ -86,7 +88,7 @@ class Problem:
         """The same problem over other leading dimensions, ids as [..., K]; copies only what has no such view."""
         rows = self.temperature_rows
         return self.with_tensors(
-            self.logits.reshape(*leading, self.vocab_size),
+            self.logits.reshape(*leading, self.logits.shape[-1]),
             self.token_ids.reshape(*leading, self.num_ids),
             self.row_mask,
             None if rows is None else rows.reshape(leading),
@@ -108,11 +110,6 @@ class Problem:
         folded = collapse(problem.logits.shape[:-1], [problem.logits.stride()[:-1]])
         assert folded is not None  # copied if not
         return problem.reshaped(self.num_rows // folded[0], folded[0])
-
-
-def columns(tensor: Tensor, vocab_size: int) -> Tensor:
-    """The first columns: a view without the padding behind them."""
-    return tensor if tensor.shape[-1] == vocab_size else tensor[..., :vocab_size]
 
 
 def copy_reason(logits: Tensor) -> str | None:

@@ -112,7 +112,7 @@ def _active(problem: Problem, ignored: Tensor) -> Tensor:
 
 def _chunks(problem: Problem, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Row numbers, their logits in the accumulation dtype, and 1 / T [rows, 1], a chunk at a time."""
-    logits = problem.logits
+    logits = problem.logits[:, : problem.vocab_size]
     acc = accumulation_dtype(logits.dtype)
     for rows in wanted.nonzero()[:, 0].split(max(1, CHUNK_ELEMENTS // logits.shape[-1])):
         if problem.temperature_rows is None:
