@@ -11,7 +11,7 @@ from fused_logp_hub import _checks, _library, _ops
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._problem import Problem
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class LogpResult(NamedTuple):
@@ -30,7 +30,7 @@ class LogpResult(NamedTuple):
 
 def is_plain(logits: Tensor) -> bool:
     """Whether a call may go around the dispatcher: nothing traces, wraps or intercepts tensors."""
-    return not torch.compiler.is_compiling() and type(logits) in _PLAIN and not torch._C._len_torch_dispatch_stack()
+    return not torch.compiler.is_compiling() and type(logits) in PLAIN and not torch._C._len_torch_dispatch_stack()
 
 
 def merge_mask(row_indices: Tensor, row_mask: Tensor | None, logits: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -58,16 +58,7 @@ def make_problem(
         raise ArgumentError(f"logits: expected at most {MAX_ROWS} rows, got {num_rows}. Split the rows.")
     if row_mask is not None:
         row_mask = _flat_mask(row_mask, logits)
-    rows = None
-    if isinstance(temperature, Tensor):
-        rows, temperature = _temperature_rows(temperature, logits), 1.0
-    elif temperature != 1.0:
-        _number("temperature", temperature)
-        if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:  # NaN fails too
-            raise ArgumentError(
-                f"temperature: expected a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}. "
-                "Use greedy decoding's own code for a temperature of 0."
-            )
+    number, rows = split_temperature(temperature, logits)
     if ignore_index is not None and (type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63):
         _index("ignore_index", ignore_index)
     if on_invalid not in ON_INVALID:
@@ -82,7 +73,7 @@ def make_problem(
         num_rows,
         vocab_size,
         num_ids,
-        temperature,
+        number,
         ignore_index,
         on_invalid == "nan",
         shard,
@@ -90,6 +81,30 @@ def make_problem(
     if on_invalid == "raise":
         _raise_on_invalid(problem)
     return problem
+
+
+def split_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[float, Tensor | None]:
+    """The temperature that holds for all rows, or 1 and that of each row [...]."""
+    if isinstance(temperature, Tensor):
+        return 1.0, _temperature_rows(temperature, logits)
+    if temperature != 1.0:
+        _number("temperature", temperature)
+        if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:  # NaN fails too
+            raise ArgumentError(
+                f"temperature: expected a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}. "
+                "Use greedy decoding's own code for a temperature of 0."
+            )
+    return temperature, None
+
+
+def shard(vocab_start: Any, vocab_size: Any) -> Shard:
+    """A shard's place in the vocabulary; one that begins behind the vocabulary's end is all padding."""
+    for name, value, least in (("vocab_start", vocab_start, 0), ("vocab_size", vocab_size, 1)):
+        if not isinstance(value, Integral):
+            raise ArgumentTypeError(f"{name}: expected an int, got {type(value).__name__}. Pass an int.")
+        if not least <= int(value) <= MAX_VOCAB:
+            raise ArgumentError(f"{name}: expected an int from {least} to {MAX_VOCAB}, got {value}. Correct it.")
+    return Shard(int(vocab_start), int(vocab_size))
 
 
 def tensor(name: str, value: object) -> None:
