@@ -93,6 +93,18 @@ class TestAlone:
         vocab_parallel_logp(apart, IDS).sum().backward()
         assert same_bits(logits.grad, apart.grad)
 
+    @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch.compile itself looks at it
+    def test_in_a_compiled_function(self):
+        """Kept out of the graph it works; in the graph it is an error that says so."""
+        outside = torch.compiler.disable(vocab_parallel_logp)
+        logits = LOGITS.clone().requires_grad_()
+        compiled = torch.compile(lambda x: outside(x * 2, IDS) * 3, backend="eager")(logits)
+        expected = vocab_parallel_logp(logits * 2, IDS) * 3
+        assert same_bits(compiled, expected)
+        assert same_bits(*(torch.autograd.grad(y.sum(), logits)[0] for y in (compiled, expected)))
+        with pytest.raises(RuntimeError, match="expected a plain tensor outside torch.compile"):
+            torch.compile(vocab_parallel_logp, backend="eager", fullgraph=True)(logits, IDS)
+
     def test_overwritten_logits_used_again(self):
         logits = LOGITS.clone().requires_grad_()
         scaled = logits * 2.0

@@ -211,6 +211,40 @@ def everything(rank: int, size: int, device: str) -> dict[str, Any]:
     }
 
 
+class LargeBatch:
+    """One batch of a training step's size on each rank's GPU, whole and sharded."""
+
+    def __init__(self, dtype: torch.dtype, temperature: float) -> None:
+        self.dtype, self.temperature = dtype, temperature
+
+    def __call__(self, rank: int, size: int, device: str) -> dict[str, Any]:
+        rows, columns = 4096, 128256
+        torch.manual_seed(0)  # the same numbers on every GPU
+        logits = torch.empty(rows, columns, device=device, dtype=self.dtype).normal_(std=3).requires_grad_()
+        ids = torch.randint(columns, (rows,), device=device)
+        g, h = torch.randn(2, rows, device=device)
+        options = {"temperature": self.temperature, "return_entropy": True}
+        whole = fused_logp(logits, ids, **options)
+        (grad,) = torch.autograd.grad((whole.logp, whole.entropy), logits, (g, h))
+        width = columns // size
+        mine = slice(rank * width, (rank + 1) * width)
+        shard = logits.detach()[:, mine].clone().requires_grad_()
+        result = vocab_parallel_logp(shard, ids, **options)
+        (part,) = torch.autograd.grad((result.logp, result.entropy), shard, (g, h))
+        again = vocab_parallel_logp(shard, ids, **options)
+        (part_again,) = torch.autograd.grad((again.logp, again.entropy), shard, (g, h))
+        difference = (part - grad[:, mine]).float()
+        norms = torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(grad.float())
+        return {
+            "logp": (result.logp - whole.logp).abs().max().item(),
+            "entropy": (result.entropy - whole.entropy).abs().max().item(),
+            "gradient": difference.abs().max().item(),
+            "gradient, relative norm": norms.item(),
+            "repeats": same_bits(result.logp, again.logp) and same_bits(part, part_again),
+            "bits": result.logp.detach().cpu(),
+        }
+
+
 COUNTED = {
     "one id": [("_allgather_base_", 100 * 12)],
     "entropy": [("_allgather_base_", 100 * 16)],
