@@ -102,7 +102,7 @@ class TestAlone:
         expected = vocab_parallel_logp(logits * 2, IDS) * 3
         assert same_bits(compiled, expected)
         assert same_bits(*(torch.autograd.grad(y.sum(), logits)[0] for y in (compiled, expected)))
-        with pytest.raises(RuntimeError, match="expected a plain tensor outside torch.compile"):
+        with pytest.raises(RuntimeError, match=r"expected a plain tensor outside torch\.compile"):
             torch.compile(vocab_parallel_logp, backend="eager", fullgraph=True)(logits, IDS)
 
     def test_overwritten_logits_used_again(self):

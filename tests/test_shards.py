@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.cases import grid
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.cases import ALL, grid
 from support.kernels import VARIANTS, assert_ran, tma_fits
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
-from support.shards import cut, joined
+from support.shards import cut, cut_at, joined
 from torch import Tensor
 
 from fused_logp_hub import ArgumentError, ArgumentTypeError, InvalidTokenIdError, fused_logp
@@ -56,29 +58,85 @@ def test_the_contract_holds(case, dtype, variant, request, ran):
     rows = merged(shards, ids, kwargs, vocab_size, variant.kernel, return_entropy=True)
     assert_ran(ran, variant, dtype, forwards=launches)
 
+    g, h = assert_forward(rows, logits, ids, kwargs)
+    alone = merged(shards, ids, kwargs, vocab_size, variant.kernel)
+    assert alone.entropy is None
+    assert same_bits(alone.logp, rows.logp)
+    assert same_bits(alone.log_sum, rows.log_sum)
+    for grad_entropy in (None, h):
+        ran.clear()
+        grads = gradients(shards, ids, kwargs, vocab_size, rows, g, grad_entropy, variant.kernel)
+        assert_ran(ran, variant, dtype, forwards=0, backwards=launches)
+        assert_gradient(joined(grads, shards), backward64(g, grad_entropy, logits, ids, **kwargs), dtype)
+
+
+def assert_forward(rows: MergedStatistics, logits: Tensor, ids: Tensor, kwargs: dict) -> tuple[Tensor, Tensor]:
+    """Merged statistics against float64; returns upstream gradients for logp and entropy."""
     expected = forward64(logits, ids, **kwargs)
-    assert_values("logp", rows.logp, expected.logp, dtype)
+    assert_values("logp", rows.logp, expected.logp, logits.dtype)
     assert (rows.logp[expected.zero] == 0).all(), "logp: expected exactly 0 in rows left out and at invalid ids"
     assert not (rows.logp > 0).any()
     t = kwargs.get("temperature", 1.0)
     row_max = rows.row_max.double() / (t.double() if isinstance(t, Tensor) else t)
     for name, actual in (("entropy", rows.entropy), ("row_max", row_max), ("log_sum", rows.log_sum)):
         correct = getattr(expected, name).where(~expected.broken, 0.0)
-        assert_values(name, actual.where(~expected.broken, 0.0), correct, dtype)
+        assert_values(name, actual.where(~expected.broken, 0.0), correct, logits.dtype)
         assert (actual[expected.left_out] == 0).all(), f"{name}: expected exactly 0 in rows left out"
-    alone = merged(shards, ids, kwargs, vocab_size, variant.kernel)
-    assert alone.entropy is None
-    assert same_bits(alone.logp, rows.logp)
-    assert same_bits(alone.log_sum, rows.log_sum)
-
     g = torch.randn(ids.shape, device=logits.device, dtype=rows.logp.dtype)
     g.view(-1)[5::7] = 0
-    h = torch.randn(logits.shape[:-1], device=logits.device, dtype=rows.logp.dtype)
-    for grad_entropy in (None, h):
-        ran.clear()
-        grads = gradients(shards, ids, kwargs, vocab_size, rows, g, grad_entropy, variant.kernel)
-        assert_ran(ran, variant, dtype, forwards=0, backwards=launches)
-        assert_gradient(joined(grads, shards), backward64(g, grad_entropy, logits, ids, **kwargs), dtype)
+    return g, torch.randn(logits.shape[:-1], device=logits.device, dtype=rows.logp.dtype)
+
+
+problems = st.fixed_dictionaries(
+    {
+        "leading": st.sampled_from([(1,), (9,), (2, 3), (130,)]),
+        "widths": st.lists(st.integers(0, 300) | st.sampled_from([4095, 8193]), min_size=1, max_size=5).filter(any),
+        "padding": st.integers(0, 9),
+        "k": st.sampled_from([None, 1, 3]),
+        "dtype": st.sampled_from(ALL),
+        "temperature": st.sampled_from([1.0, 0.6, 3.0]),
+        "neg_inf": st.sampled_from([0.0, 0.5, 0.99]),
+        "seed": st.integers(0, 2**20),
+    }
+)
+
+
+def fuzz(device, leading, widths, padding, k, dtype, temperature, neg_inf, seed):
+    torch.manual_seed(seed)
+    edges = [sum(widths[:i]) for i in range(len(widths) + 1)]
+    vocab_size = edges[-1]
+    logits = torch.randn(*leading, vocab_size, device=device).mul_(3)
+    logits = logits.masked_fill(torch.rand_like(logits) < neg_inf, -INF).to(dtype)
+    logits[..., vocab_size // 2] = 0.5  # one finite value at least
+    ids = torch.randint(-2, vocab_size + 2, (*leading, *(() if k is None else (k,))), device=device)
+    mask = torch.rand(leading, device=device) < 0.8
+    kwargs = {"row_mask": mask, "temperature": temperature, "ignore_index": -1}
+    for kernel in [v.kernel for v in VARIANTS if v.device == device and v.few_rows]:
+        shards = cut_at(logits, edges, padding, aligned=kernel == "tma")
+        if kernel == "tma" and not all(tma_fits(s.logits, False) for s in shards):
+            continue
+        rows = merged(shards, ids, kwargs, vocab_size, kernel, return_entropy=True)
+        g, h = assert_forward(rows, logits, ids, kwargs)
+        grads = gradients(shards, ids, kwargs, vocab_size, rows, g, h, kernel)
+        assert_gradient(joined(grads, shards), backward64(g, h, logits, ids, **kwargs), dtype)
+
+
+random_problems = settings(
+    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@random_problems
+@given(problems)
+def test_random_problems_cpu(problem):
+    fuzz("cpu", **problem)
+
+
+@pytest.mark.gpu
+@random_problems
+@given(problems)
+def test_random_problems_cuda(problem):
+    fuzz("cuda", **problem)
 
 
 def numbers(packed: Tensor) -> list[float]:
@@ -204,6 +262,14 @@ def test_agrees_with_the_whole(variant, temperature, request, ran):
     assert all(same_bits(a, b) for a, b in zip(rows, again, strict=True))
     few = merged([s._replace(logits=s.logits[5:7]) for s in shards], ids[5:7], kwargs, v, variant.kernel)
     assert same_bits(few.logp, rows.logp[5:7]), "a row's bits depend on its batch"
+
+
+def test_a_gap_between_shards(device):
+    """An id that no shard holds is -inf, and not a plausible number."""
+    logits = torch.randn(1, 10, device=device)
+    ids = torch.tensor([4], device=device)
+    packed = [shard_statistics(logits[:, a:b], ids, vocab_start=a, vocab_size=10) for a, b in ((0, 4), (5, 10))]
+    assert merge_statistics(torch.stack(packed)).logp == -INF
 
 
 def test_gradient_over_the_logits(device):

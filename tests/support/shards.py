@@ -13,7 +13,7 @@ PADDING = 3
 
 class Cut(NamedTuple):
     logits: Tensor
-    """[..., V_r]; the last shard has PADDING columns of NaN behind the vocabulary."""
+    """[..., V_r], with padding of NaN where the vocabulary ends."""
     vocab_start: int
     width: int
     """Columns that are not padding; 0 for some shards of a small vocabulary."""
@@ -24,22 +24,25 @@ def boundaries(vocab_size: int, count: int) -> list[int]:
 
 
 def cut(logits: Tensor, count: int, aligned: bool = False) -> list[Cut]:
+    """So many shards."""
+    return cut_at(logits, boundaries(logits.shape[-1], count), PADDING, aligned)
+
+
+def cut_at(logits: Tensor, edges: list[int], padding: int, aligned: bool = False) -> list[Cut]:
     """The shards, as views where nothing asks for a copy; aligned: rows begin on 16-byte boundaries."""
-    vocab_size = logits.shape[-1]
-    edges = boundaries(vocab_size, count)
     shards = []
-    for rank, (start, stop) in enumerate(pairwise(edges)):
-        padding = PADDING if rank == count - 1 else 0
+    for start, stop in pairwise(edges):
+        padding_here = padding if stop == edges[-1] else 0
         part = logits[..., start:stop]
-        if padding or aligned:
+        if padding_here or aligned:
             store = torch.full(
-                (*part.shape[:-1], -(-(stop - start + padding) // 16) * 16),
+                (*part.shape[:-1], -(-(stop - start + padding_here) // 16) * 16),
                 float("nan"),
                 dtype=logits.dtype,
                 device=logits.device,
             )
             store[..., : stop - start] = part
-            part = store[..., : stop - start + padding]
+            part = store[..., : stop - start + padding_here]
         shards.append(Cut(part, start, stop - start))
     return shards
 
