@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -95,16 +95,6 @@ def split_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[floa
                 "Use greedy decoding's own code for a temperature of 0."
             )
     return temperature, None
-
-
-def shard(vocab_start: Any, vocab_size: Any) -> Shard:
-    """A shard's place in the vocabulary; one that begins behind the vocabulary's end is all padding."""
-    for name, value, least in (("vocab_start", vocab_start, 0), ("vocab_size", vocab_size, 1)):
-        if not isinstance(value, Integral):
-            raise ArgumentTypeError(f"{name}: expected an int, got {type(value).__name__}. Pass an int.")
-        if not least <= int(value) <= MAX_VOCAB:
-            raise ArgumentError(f"{name}: expected an int from {least} to {MAX_VOCAB}, got {value}. Correct it.")
-    return Shard(int(vocab_start), int(vocab_size))
 
 
 def tensor(name: str, value: object) -> None:

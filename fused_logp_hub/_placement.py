@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_logp_hub._errors import ArgumentError
+from fused_logp_hub import _checks
+from fused_logp_hub._errors import ArgumentError, ArgumentTypeError
+from fused_logp_hub._problem import Shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -35,11 +38,24 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def complete(width: int, vocab_start: int | None, vocab_size: int | None, rank: int, size: int) -> tuple[int, int]:
-    """vocab_start and vocab_size, those left out taken from shards of one width in the order of the ranks.
+def shard_at(vocab_start: Any, vocab_size: Any) -> Shard:
+    """A shard's place in the vocabulary; one that begins behind the vocabulary's end is all padding."""
+    for name, value, least in (("vocab_start", vocab_start, 0), ("vocab_size", vocab_size, 1)):
+        _integer(name, value)
+        if not least <= int(value) <= _checks.MAX_VOCAB:
+            most = _checks.MAX_VOCAB
+            raise ArgumentError(f"{name}: expected an int from {least} to {most}, got {value}. Correct it.")
+    return Shard(int(vocab_start), int(vocab_size))
+
+
+def complete(width: int, vocab_start: int | None, vocab_size: int | None, rank: int, size: int) -> Shard:
+    """A rank's shard; what is left out is taken from shards of one width in the order of the ranks.
 
     What one rank cannot know is whether its neighbour begins where it ends.
     """
+    for name, value in (("vocab_start", vocab_start), ("vocab_size", vocab_size)):
+        if value is not None:
+            _integer(name, value)
     usual = rank * width
     if vocab_size is None:
         vocab_size = size * width
@@ -65,19 +81,20 @@ def complete(width: int, vocab_start: int | None, vocab_size: int | None, rank: 
             f"vocab_start: expected the last rank's columns to reach the vocabulary's end {vocab_size}, got "
             f"{vocab_start} with {width} columns. Give each rank the id of its first column."
         )
-    return vocab_start, vocab_size
+    return shard_at(vocab_start, vocab_size)
 
 
 class Layout:
     """How a DTensor of logits spreads its columns over one dimension of its mesh."""
 
     def __init__(self, logits: DTensor, vocab_size: int | None) -> None:
-        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor import Shard as Sharded
 
         self.mesh, self.placements = logits.device_mesh, logits.placements
-        last = Shard(logits.dim() - 1)
-        dims = [i for i, placement in enumerate(self.placements) if placement == last]
-        if len(dims) != 1 or any(p.is_partial() for p in self.placements):
+        last = logits.dim() - 1
+        dims = [i for i, placement in enumerate(self.placements) if getattr(placement, "dim", None) == last]
+        usual = len(dims) == 1 and type(self.placements[dims[0]]) is Sharded
+        if not usual or any(p.is_partial() for p in self.placements):
             raise ArgumentError(
                 f"logits_shard: expected a DTensor sharded on its last dimension over one dimension of its mesh, "
                 f"got placements {self.placements}. Redistribute it, or use fused_logp on its local tensor."
@@ -116,3 +133,8 @@ class Layout:
             )
         local: Tensor = value.to_local()
         return local
+
+
+def _integer(name: str, value: object) -> None:
+    if not isinstance(value, Integral):  # NumPy's included
+        raise ArgumentTypeError(f"{name}: expected an int, got {type(value).__name__}. Pass an int.")

@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_logp_hub import _call, _checks, _placement, _selection, _shards
 from fused_logp_hub._call import LogpResult
 from fused_logp_hub._errors import ArgumentError, ArgumentTypeError
-from fused_logp_hub._problem import Problem
+from fused_logp_hub._problem import Problem, Shard
 
 __all__ = [
     "MergedStatistics",
@@ -25,9 +25,6 @@ __all__ = [
     "shard_statistics",
     "vocab_parallel_logp",
 ]
-
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 class MergedStatistics(NamedTuple):
@@ -98,8 +95,8 @@ def vocab_parallel_logp(
 
     Memory:
         Forward O(N) for each rank of the group; backward one tensor like the shard. Communication: each rank
-        sends, a row, 8 bytes and 4 for each id, and 4 more with the entropy (twice that for float64 logits):
-        at most 16 for one id a row.
+        sends, a row, 8 bytes and 4 for each id, and 4 more with the entropy: at most 16 for one id a row.
+        Twice that for float64 logits.
     """
     if _placement.is_dtensor(logits_shard):
         if group is not None or vocab_start is not None or inplace_backward:
@@ -115,17 +112,17 @@ def vocab_parallel_logp(
         logits_shard = logits_shard.to_local()
     rank, size = _placement.rank_and_size(group)
     width = _width(logits_shard)
-    vocab_start, vocab_size = _placement.complete(width, vocab_start, vocab_size, rank, size)
+    shard = _placement.complete(width, vocab_start, vocab_size, rank, size)
     kernel = _selection.resolve(kernel)
     out_dtype = _checks.out_dtype(out_dtype, logits_shard)
-    problem = _problem(
-        logits_shard, token_ids, vocab_start, vocab_size, row_indices, row_mask, temperature, ignore_index, on_invalid
-    )
+    problem = _problem(logits_shard, token_ids, shard, row_indices, row_mask, temperature, ignore_index, on_invalid)
 
     def gather(packed: Tensor) -> Tensor:
         gathered = packed.new_empty((size * packed.shape[0], *packed.shape[1:]))
         if packed.numel():
-            _all_gather(gathered, packed, group=group)
+            # its name before torch 2.13 is deprecated there
+            collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            collective(gathered, packed, group=group)
         return gathered.view(size, *packed.shape)
 
     run = partial(_shards.run_forward, gather)
@@ -167,9 +164,8 @@ def shard_statistics(
     """
     _width(logits_shard)
     kernel = _selection.resolve(kernel)
-    problem = _problem(
-        logits_shard, token_ids, vocab_start, vocab_size, row_indices, row_mask, temperature, ignore_index, on_invalid
-    )
+    shard = _placement.shard_at(vocab_start, vocab_size)
+    problem = _problem(logits_shard, token_ids, shard, row_indices, row_mask, temperature, ignore_index, on_invalid)
     _checks.no_autograd("logits_shard", logits_shard)
     return _shards.statistics(problem, kernel, return_entropy)
 
@@ -252,9 +248,8 @@ def shard_backward(
     """
     _width(logits_shard)
     kernel = _selection.backward_kernel(_selection.resolve(kernel))
-    problem = _problem(
-        logits_shard, token_ids, vocab_start, vocab_size, row_indices, row_mask, temperature, ignore_index, on_invalid
-    )
+    shard = _placement.shard_at(vocab_start, vocab_size)
+    problem = _problem(logits_shard, token_ids, shard, row_indices, row_mask, temperature, ignore_index, on_invalid)
     return _call.backward(problem, kernel, row_max, log_sum, entropy, True, grad_logp, grad_entropy, grad_logits)
 
 
@@ -274,15 +269,13 @@ def _width(logits_shard: Tensor) -> int:
 def _problem(
     logits_shard: Tensor,
     token_ids: Tensor,
-    vocab_start: int,
-    vocab_size: int,
+    shard: Shard,
     row_indices: Tensor | None,
     row_mask: Tensor | None,
     temperature: float | Tensor,
     ignore_index: int | None,
     on_invalid: str,
 ) -> Problem:
-    shard = _checks.shard(vocab_start, vocab_size)
     if row_indices is not None:
         row_mask = _call.merge_mask(row_indices, row_mask, logits_shard)
     return _checks.make_problem(logits_shard, token_ids, row_mask, temperature, ignore_index, on_invalid, shard)

@@ -121,6 +121,8 @@ class TestAlone:
             ({"token_ids": IDS.float()}, ArgumentError, r"token_ids: expected dtype"),
             ({"vocab_start": 1, "vocab_size": 9}, ArgumentError, r"vocab_start: expected 0 on the group's first rank"),
             ({"vocab_start": 8}, ArgumentError, r"vocab_size: expected the whole vocabulary's size"),
+            ({"vocab_start": "0"}, ArgumentTypeError, r"vocab_start: expected an int, got str"),
+            ({"vocab_size": 8.0}, ArgumentTypeError, r"vocab_size: expected an int, got float"),
             ({"vocab_size": 9}, ArgumentError, r"vocab_start: expected this shard's first id"),
             ({"vocab_start": 0, "vocab_size": 9}, ArgumentError, r"columns to reach the vocabulary's end 9"),
             ({"out_dtype": torch.int64}, ArgumentError, r"out_dtype: expected a floating dtype"),
