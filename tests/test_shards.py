@@ -260,8 +260,9 @@ def test_agrees_with_the_whole(variant, temperature, request, ran):
     assert error < 2e-3
     again = merged(shards, ids, kwargs, v, variant.kernel, return_entropy=True)
     assert all(same_bits(a, b) for a, b in zip(rows, again, strict=True))
-    few = merged([s._replace(logits=s.logits[5:7]) for s in shards], ids[5:7], kwargs, v, variant.kernel)
-    assert same_bits(few.logp, rows.logp[5:7]), "a row's bits depend on its batch"
+    if variant.kernel != "reference":  # PyTorch's own sums promise nothing of the kind
+        few = merged([s._replace(logits=s.logits[5:7]) for s in shards], ids[5:7], kwargs, v, variant.kernel)
+        assert same_bits(few.logp, rows.logp[5:7]), "a row's bits depend on its batch"
 
 
 def test_a_gap_between_shards(device):
