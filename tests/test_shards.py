@@ -244,6 +244,8 @@ def test_agrees_with_the_whole(variant, temperature, request, ran):
     torch.manual_seed(0)
     n, v = (300, 128256) if variant.device == "cuda" else (8, 5000)
     logits = torch.randn(n, v, device=variant.device, dtype=torch.bfloat16).mul_(3).requires_grad_()
+    if variant.kernel == "tma" and not tma_fits(logits, False):
+        pytest.skip("only compute capability 9.0 has the copy engine's kernel")
     ids = torch.randint(v, (n,), device=variant.device)
     whole = fused_logp(logits, ids, temperature=temperature, kernel=variant.kernel, return_entropy=True)
     g, h = torch.randn(2, n, device=variant.device)
