@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LIMIT = 120
+LIMIT = 180
 """Seconds after which a hung group is ended and the test fails."""
 
 
