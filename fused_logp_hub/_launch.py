@@ -172,17 +172,21 @@ def _common(
         folded = collapse(logits.shape[:-1], [t.stride()[:depth] for t in strided])
         assert folded is not None  # at most two leading dimensions
         inner_rows, strides = folded
-    mask, ignore = problem.row_mask, problem.ignore_index
+    mask, ignore, shard = problem.row_mask, problem.ignore_index, problem.shard
+    start, global_vocab_size = (0, problem.vocab_size) if shard is None else shard
+    ignored_id = 0 if ignore is None else ignore
+    if start:  # as the ids are, modulo 2^64
+        ignored_id = (ignored_id - start + 2**63) % 2**64 - 2**63
     values = (
         logits.data_ptr(), *strides[0],
         ids.data_ptr(), *strides[1], ids.stride(-1) if problem.num_ids > 1 else 0,
         *((0, 0, 0) if rows is None else (rows.data_ptr(), *strides[-1])),
         logp, row_max, log_sum, entropy,
         0 if mask is None else mask.data_ptr(),
-        problem.num_rows, inner_rows, problem.vocab_size, problem.num_ids,
-        0 if ignore is None else ignore,
+        problem.num_rows, inner_rows, problem.vocab_size, start, global_vocab_size, problem.num_ids,
+        ignored_id,
         1.0 / problem.temperature,
-        ignore is not None, problem.invalid_is_nan, ids.element_size(), logp_dtype, raw, 0,
+        ignore is not None, problem.invalid_is_nan, ids.element_size(), logp_dtype, raw, shard is not None,
     )  # fmt: skip
     return values, strides[2:]
 
