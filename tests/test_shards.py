@@ -47,8 +47,8 @@ def gradients(shards, ids, kwargs, vocab_size, rows: MergedStatistics, g, h=None
 
 @pytest.mark.parametrize(("case", "dtype", "variant"), grid())
 def test_the_contract_holds(case, dtype, variant, request, ran):
-    if not variant.few_rows:
-        request.getfixturevalue("without_clusters")
+    if variant.only:
+        request.getfixturevalue("only_kernel")(variant.only)
     logits, ids, kwargs = case.build(variant.device, dtype)
     vocab_size = logits.shape[-1]
     shards = cut(logits, SHARDS, aligned=variant.kernel == "tma")
@@ -111,7 +111,7 @@ def fuzz(device, leading, widths, padding, k, dtype, temperature, neg_inf, seed)
     ids = torch.randint(-2, vocab_size + 2, (*leading, *(() if k is None else (k,))), device=device)
     mask = torch.rand(leading, device=device) < 0.8
     kwargs = {"row_mask": mask, "temperature": temperature, "ignore_index": -1}
-    for kernel in [v.kernel for v in VARIANTS if v.device == device and v.few_rows]:
+    for kernel in dict.fromkeys(v.kernel for v in VARIANTS if v.device == device):
         shards = cut_at(logits, edges, padding, aligned=kernel == "tma")
         if kernel == "tma" and not all(tma_fits(s.logits, False) for s in shards):
             continue
@@ -239,8 +239,8 @@ def test_a_large_shift_costs_nothing(device):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_agrees_with_the_whole(variant, temperature, request, ran):
     """Logp and gradients of many rows, to 1e-5 of fused_logp by the same kernel."""
-    if not variant.few_rows:
-        request.getfixturevalue("without_clusters")
+    if variant.only:
+        request.getfixturevalue("only_kernel")(variant.only)
     torch.manual_seed(0)
     n, v = (300, 128256) if variant.device == "cuda" else (8, 5000)
     logits = torch.randn(n, v, device=variant.device, dtype=torch.bfloat16).mul_(3).requires_grad_()
