@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fused_logp_hub import _checks, _library, _ops, _selection
 from fused_logp_hub._errors import ArgumentError
@@ -68,9 +69,10 @@ def fused_logp(
         return_lse: also return row_max and log_sum, both of logits / T.
         return_entropy: also return the entropy of softmax(logits / T) in nats, differentiable.
         inplace_backward: let the gradient overwrite the logits' memory, which saves one tensor of their size.
-            The logits must come from an operation (not a leaf), with rows that do not overlap. Whoever else
-            saved them for a backward of its own then gets PyTorch's "modified by an inplace operation" error;
-            reading them after the backward, outside autograd, gives the gradient.
+            The logits must come from an operation (not be a leaf or its view), with rows that do not overlap,
+            and without hooks on saved tensors (checkpoint, save_on_cpu). Whoever else saved them for a backward
+            of its own then gets PyTorch's "modified by an inplace operation" error; reading them after the
+            backward, outside autograd, gives the gradient.
 
     Returns:
         logp with the shape of token_ids, or a LogpResult if a ``return_*`` flag is set.
@@ -179,6 +181,7 @@ def fused_logp_out(
     for name, tensor in (("row_max", row_max), ("log_sum", log_sum), ("entropy", entropy)):
         if tensor is not None:
             _checks.output(name, tensor, logits, statistic)
+    increment_version([t for t in (out, row_max, log_sum, entropy) if t is not None])
     _ops.forward(problem, kernel, out, row_max, log_sum, entropy, False)
     return out
 
@@ -267,6 +270,7 @@ def fused_logp_backward_out(
         grad_logits = _ops.empty_grad(logits)
     else:
         _checks.grad_logits(grad_logits, logits)
+        increment_version(grad_logits)
     _ops.backward(problem, kernel, row_max, log_sum, entropy, False, grad_logp, grad_entropy, grad_logits)
     return grad_logits
 

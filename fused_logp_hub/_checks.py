@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fused_logp_hub._errors import ArgumentError, ArgumentTypeError, InvalidTokenIdError
 from fused_logp_hub._problem import Problem, accumulation_dtype, copy_reason
@@ -33,6 +34,7 @@ def make_problem(
     """The checked problem; row_mask is [...] bool."""
     tensor("logits", logits)
     tensor("token_ids", token_ids)
+    _not_transformed(logits)
     shape, ids_shape = logits.shape, token_ids.shape
     if logits.dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"logits: expected dtype {_names(FLOAT_DTYPES)}, got {logits.dtype}. Cast the logits.")
@@ -94,6 +96,17 @@ def tensor(name: str, value: object) -> None:
         raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}. Pass a tensor.")
 
 
+def _not_transformed(logits: Tensor) -> None:
+    """ArgumentError inside torch.func's transforms and for dual tensors: the kernels would drop what they track."""
+    if torch._C._are_functorch_transforms_active() or (
+        forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None
+    ):
+        raise ArgumentError(
+            "logits: expected a plain tensor, got one inside a transform of torch.func or with a forward-mode tangent. "
+            "Batch over leading dimensions and call backward(), or use torch.log_softmax."
+        )
+
+
 def same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
     """ArgumentError unless the tensor lies on the logits' device."""
     if tensor.device != logits.device:
@@ -150,6 +163,20 @@ def overwritable(logits: Tensor) -> None:
             "inplace_backward: expected logits that an operation computed, got a leaf, whose values would be lost. "
             "Leave it False for leaves."
         )
+    if logits._base is not None and logits._base.is_leaf:
+        raise ArgumentError(
+            "inplace_backward: expected logits with memory of their own, got a view of a leaf, whose values would be "
+            "lost. Leave it False for these."
+        )
+    hooks = (
+        "inplace_backward: expected no hooks on saved tensors, under which PyTorch cannot see that the logits were "
+        "overwritten, got torch.utils.checkpoint, save_on_cpu or the like. Leave it False there."
+    )
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(hooks):
+            pass  # entering fails where there are hooks
+    except RuntimeError:
+        raise ArgumentError(hooks) from None
     if copy_reason(logits) is not None or not _rows_apart(logits):
         raise ArgumentError(
             "inplace_backward: expected logits with a last stride of 1 and rows that do not overlap, "
@@ -219,6 +246,11 @@ def _temperature_rows(temperature: Tensor, logits: Tensor) -> Tensor:
 
 def _raise_on_invalid(problem: Problem) -> None:
     ids = problem.token_ids
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            "on_invalid: expected 'zero' or 'nan' while a CUDA graph is captured, got 'raise', which synchronises. "
+            "Check the ids before the capture."
+        )
     bad = (ids < 0) | (ids >= problem.logits.shape[-1])
     if problem.ignore_index is not None:
         bad &= ids != problem.ignore_index
