@@ -58,7 +58,7 @@ def main():
 
         exact = torch.log_softmax(logits.detach().double() / 0.7, -1).gather(-1, token_ids[:, None])[:, 0]
         error = (logp - exact).abs().max()
-        print(f"batch {batch}: mean logp {logp.mean():.3f}, error {error:.0e}, gradient norm {gradient.norm():.3f}")
+        print(f"batch {batch}: mean logp {logp.mean():.3f}, error {error:.0e}, gradient norm {gradient.float().norm():.3f}")
         assert error < 1e-5 + 1e-6 * exact.abs().max()
 
 
