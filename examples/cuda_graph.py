@@ -57,8 +57,8 @@ def main():
         logp, gradient = run()
 
         exact = torch.log_softmax(logits.detach().double() / 0.7, -1).gather(-1, token_ids[:, None])[:, 0]
-        error = (logp - exact).abs().max()
-        print(f"batch {batch}: mean logp {logp.mean():.3f}, error {error:.0e}, gradient norm {gradient.float().norm():.3f}")
+        error, norm = (logp - exact).abs().max(), gradient.float().norm()
+        print(f"batch {batch}: mean logp {logp.mean():.3f}, error {error:.0e}, gradient norm {norm:.3f}")
         assert error < 1e-5 + 1e-6 * exact.abs().max()
 
 

@@ -276,6 +276,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _rows_apart(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True  # whatever its strides
     extent = tensor.shape[-1]
     for stride, size in sorted(zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)):
         if size == 1:

@@ -45,7 +45,9 @@ def variant(request):
 def batch(leading, v, k=None, seed=0):
     torch.manual_seed(seed)
     x = torch.randn(*leading, v, device="cuda").mul_(3).bfloat16()
-    return x, torch.randint(v, (*leading, *(() if k is None else (k,))), device="cuda")
+    ids = torch.randint(v, (*leading, *(() if k is None else (k,))), device="cuda")
+    ids.view(-1)[seed : seed + 5 : 2] = torch.tensor([-1, v, -100], device="cuda")
+    return x, ids
 
 
 def captured(step, ran):

@@ -34,6 +34,13 @@ def test_same_bits_in_the_logits_memory(device, dtype, shape):
     assert places == [False, True]
 
 
+def test_no_rows(device):
+    """No rows overlap, whatever strides PyTorch gives them (0 here)."""
+    leaf = torch.empty(2, 0, 1, device=device, requires_grad=True)
+    fused_logp(leaf * 1, torch.empty(2, 0, dtype=torch.int64, device=device), inplace_backward=True).sum().backward()
+    assert leaf.grad.shape == (2, 0, 1)
+
+
 def test_a_view_of_strided_rows(device):
     """Only the rows' own elements are written."""
     leaf, whole, _ = batch(device, shape=(4, 5, 64))

@@ -127,7 +127,8 @@ def backward64(
     grad = (grad + targets) * rows.inv_t
     untouched = ~rows.admitted | rows.ignored.all(-1) | ((g == 0).all(-1) & (h.squeeze(-1) == 0))
     untouched = untouched.unsqueeze(-1)
-    spread = h.squeeze(-1).abs() * _norms(p * entropy - plp)
+    # log p + H: where p is near 1 both are near 0, but log_sum is that of a sum above 1, known to its ulp
+    spread = h.squeeze(-1).abs() * (_norms(p * entropy - plp) + _norms(p))
     scale = g.abs().sum(-1) + spread
     softmax = g.sum(-1).abs() * _norms(p) + h.squeeze(-1).abs() * (_norms(plp + p * entropy) + _norms(p))
     scale, softmax = ((t * rows.inv_t.squeeze(-1)).nan_to_num(0.0, 0.0, 0.0) for t in (scale, softmax))
