@@ -81,6 +81,7 @@ def fused_logp(
         ArgumentError: a shape, dtype, device or value is unsupported; nothing was launched.
         InvalidTokenIdError: ``on_invalid="raise"`` met an invalid id; the message names the first row.
         NoMatchingKernelError: nothing shipped fits this GPU and these tensors; the message has the trace.
+        KernelUnavailableError: a kernel's first use falls into the capture of a CUDA graph; `preload` comes before.
         SecondDerivativeError: the gradient was differentiated again.
 
     Numerics:
@@ -178,10 +179,12 @@ def fused_logp_out(
     tail = token_ids.shape[logits.dim() - 1 :]
     _checks.output("out", out, logits, _checks.FLOAT_DTYPES, tail)
     statistic = (accumulation_dtype(logits.dtype),)
+    written = [out]
     for name, tensor in (("row_max", row_max), ("log_sum", log_sum), ("entropy", entropy)):
         if tensor is not None:
             _checks.output(name, tensor, logits, statistic)
-    increment_version([t for t in (out, row_max, log_sum, entropy) if t is not None])
+            written.append(tensor)
+    increment_version(written)
     _ops.forward(problem, kernel, out, row_max, log_sum, entropy, False)
     return out
 

@@ -77,12 +77,13 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("k", [None, 4])
-def test_g12_features_need_kilobytes(large, feature, k):
+@pytest.mark.parametrize("kernel", ["auto", "online", "two_pass"])
+def test_g12_features_need_kilobytes(large, kernel, feature, k):
     x, ids = large
     options = feature(ids)
     ids = ids if k is None else torch.stack([ids] * k, -1)
     with Peak() as peak:
-        logp = fused_logp(x, ids, return_lse=True, return_entropy=True, **options).logp
+        logp = fused_logp(x, ids, kernel=kernel, return_lse=True, return_entropy=True, **options).logp
     assert peak.bytes < (192 if k else 128) * KIB  # row_max / T is one more result of the rows' own T
     assert torch.isfinite(logp).all()
 

@@ -179,6 +179,27 @@ def test_forward_mode(device):
         assert_values("logp", fused_logp(x, ids), forward64(x, ids).logp, torch.float32)
 
 
+# ---- Export.
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own
+def test_export(device):
+    """One program for every N, with T = 0.7."""
+
+    class Scores(torch.nn.Module):
+        def forward(self, logits, ids):
+            return fused_logp(logits, ids, temperature=0.7, return_entropy=True)[:2]
+
+    rows = torch.export.Dim("rows", min=2, max=1024)
+    x, ids = batch(device)
+    program = torch.export.export(Scores(), (x, ids), dynamic_shapes=({0: rows}, {0: rows})).module()
+    for n in (3, 300):
+        x, ids = batch(device, n=n)
+        expected = forward64(x, ids, temperature=0.7)
+        for ours, wanted in zip(program(x, ids), (expected.logp, expected.entropy), strict=True):
+            assert_values("exported", ours, wanted, torch.float32)
+
+
 # ---- Copies: what a checkpoint, a worker process or a debugger does to results.
 
 
