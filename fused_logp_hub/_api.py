@@ -184,7 +184,8 @@ def fused_logp_out(
         if tensor is not None:
             _checks.output(name, tensor, logits, statistic)
             written.append(tensor)
-    increment_version(written)
+    for tensor in written:
+        increment_version(tensor)
     _ops.forward(problem, kernel, out, row_max, log_sum, entropy, False)
     return out
 
