@@ -163,7 +163,8 @@ def overwritable(logits: Tensor) -> None:
             "inplace_backward: expected logits that an operation computed, got a leaf, whose values would be lost. "
             "Leave it False for leaves."
         )
-    if logits._base is not None and logits._base.is_leaf:
+    base = logits._base
+    if base is not None and base.is_leaf and base.requires_grad:
         raise ArgumentError(
             "inplace_backward: expected logits with memory of their own, got a view of a leaf, whose values would be "
             "lost. Leave it False for these."

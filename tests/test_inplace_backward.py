@@ -61,6 +61,24 @@ OTHERS = {
 }
 
 
+def test_a_view_from_an_autograd_function(device):
+    """As fused heads return their logits: the memory behind the view is nobody's leaf."""
+
+    class Head(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.new_empty(x.numel()).copy_(x.flatten()).view(x.shape)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    leaf, logits, ids = batch(device)
+    (expected,) = torch.autograd.grad(fused_logp(logits, ids).sum(), leaf)
+    (grad,) = torch.autograd.grad(fused_logp(Head.apply(leaf), ids, inplace_backward=True).sum(), leaf)
+    assert torch.equal(grad, expected)
+
+
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_a_second_loss_on_the_same_logits_is_an_error(device, other):
     _, logits, ids = batch(device)
