@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases import ALL, CASES, Case, grid
-from support.kernels import SUFFIX, Variant, assert_ran, tma_fits
+from support.kernels import AUTO, SUFFIX, Variant, assert_ran, tma_fits
 from support.reference64 import (
     assert_forward,
     assert_gradient,
@@ -23,7 +23,7 @@ from fused_logp_hub import ArgumentError, NoMatchingKernelError, fused_logp, fus
 BACKWARD_VARIANTS = [
     Variant("cpu", "auto"),
     Variant("cuda", "reference"),
-    Variant("cuda", "auto", ("online", "cluster", "tma")),
+    AUTO,
 ]
 
 
@@ -62,8 +62,8 @@ class Run:
 @pytest.fixture
 def make_run(request):
     def make(case: Case, dtype: torch.dtype, variant: Variant) -> Run:
-        if not variant.few_rows:
-            request.getfixturevalue("without_clusters")
+        if variant.only:
+            request.getfixturevalue("only_kernel")(variant.only)
         return Run(case, dtype, variant)
 
     return make

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.kernels import Variant, assert_ran
+from support.kernels import AUTO, ONLINE, Variant, assert_ran
 from support.manifests import SYNTHETIC
 from support.process import run_python
 from support.reference64 import assert_gradient, assert_values, backward64, forward64
@@ -26,10 +26,9 @@ from fused_logp_hub import (
 
 # PyTorch 2.9 on may advise on the streams of gradient accumulators; ours to test are the launches.
 stream_warnings = pytest.mark.filterwarnings("ignore:.*AccumulateGrad")
-AUTO = Variant("cuda", "auto", ("online", "cluster", "tma"))
 KERNELS = {
     "auto": AUTO,
-    "online": Variant("cuda", "online", ("online", "cluster")),
+    "online": ONLINE,
     "two_pass": Variant("cuda", "two_pass", ("two_pass",)),
     "tma": Variant("cuda", "tma", ("tma",)),
 }
@@ -235,7 +234,7 @@ def test_a_capture_loads_nothing(monkeypatch, loaded):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(_manifest, "shipped", lambda: SYNTHETIC)
     monkeypatch.setattr(_driver, "device", lambda index: device)
-    facts = _selection.Facts((9, 0), 13000, "bfloat16", 16, 8)
+    facts = _selection.Facts((9, 0), 13000, "bfloat16", 16, 8, 2000)
     if loaded:
         assert _launch._plan("logp_forward", "auto", facts, 0) == "function"
         assert len(asked) == 1

@@ -138,7 +138,13 @@ def fits(variant, x):
     return tma_fits(x, copy_reason(x) is not None)
 
 
-@pytest.mark.parametrize("variant", [pytest.param(v, marks=v.marks, id=str(v)) for v in VARIANTS])
+@pytest.fixture(params=[pytest.param(v, marks=v.marks, id=str(v)) for v in VARIANTS])
+def variant(request):
+    if request.param.only:
+        request.getfixturevalue("only_kernel")(request.param.only)
+    return request.param
+
+
 @settings(
     max_examples=200,
     deadline=None,
@@ -147,9 +153,7 @@ def fits(variant, x):
     suppress_health_check=list(HealthCheck),
 )
 @given(seed=st.integers(0, 2**20), logits=logits_of, ids=ids_of, options=options_of, upstream=upstream_of)
-def test_random_problems(variant, ran, request, seed, logits, ids, options, upstream):
-    if not variant.few_rows:
-        request.getfixturevalue("without_clusters")
+def test_random_problems(variant, ran, seed, logits, ids, options, upstream):
     torch.manual_seed(seed)
     x = make_logits(variant.device, **logits)
     ids = make_ids(x, **ids)

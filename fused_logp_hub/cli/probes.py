@@ -70,14 +70,15 @@ class Case:
 
 def select_cases(manifest: Manifest, requested: str, capability: tuple[int, int], driver_cuda: int) -> list[Case]:
     """Every case with what a call would run and why; touches no GPU."""
-    thresholds = manifest.row_thresholds(_FORWARD)
+    thresholds, _ = manifest.thresholds(_FORWARD)
     row_classes = [(limit, f"<= {limit}") for limit in thresholds]
     row_classes.append((thresholds[-1] + 1, f"> {thresholds[-1]}") if thresholds else (1, "any"))
     cases = []
     for dtype in _GRAD_BOUNDS:
+        row_bytes = _VOCAB_SIZE * getattr(torch, dtype).itemsize
         for alignment in (16, getattr(torch, dtype).itemsize):
             for rows, label in row_classes:
-                facts = _selection.Facts(capability, driver_cuda, dtype, alignment, rows)
+                facts = _selection.Facts(capability, driver_cuda, dtype, alignment, rows, row_bytes)
                 forward = _choice(_selection.select(manifest, _FORWARD, requested, facts))
                 # The backward has one fused kernel: a forward kernel's name asks for nothing there.
                 backward = _choice(_selection.select(manifest, _BACKWARD, _selection.AUTO, facts))
@@ -114,7 +115,7 @@ def _choice(selection: _selection.Selection) -> Choice:
     # A kernel stands in several cubins; the one for this GPU has the reason that matters.
     for kernel, group in groupby(before, key=lambda v: v.kernel):
         is_auto = selection.requested == _selection.AUTO
-        if not kernel.auto if is_auto else kernel.name != selection.requested:
+        if kernel.auto_max_rows == 0 if is_auto else kernel.name != selection.requested:
             continue  # was not asked for, which explains nothing
         verdicts = list(group)
         fitting = [v.reason for v in verdicts if v.cubin.mismatch(capability) is None and v.reason]
