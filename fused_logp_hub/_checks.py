@@ -246,12 +246,12 @@ def _temperature_rows(temperature: Tensor, logits: Tensor) -> Tensor:
 
 
 def _raise_on_invalid(problem: Problem) -> None:
-    ids = problem.token_ids
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+    if problem.logits.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ArgumentError(
             "on_invalid: expected 'zero' or 'nan' while a CUDA graph is captured, got 'raise', which synchronises. "
             "Check the ids before the capture."
         )
+    ids = problem.token_ids
     bad = (ids < 0) | (ids >= problem.logits.shape[-1])
     if problem.ignore_index is not None:
         bad &= ids != problem.ignore_index
