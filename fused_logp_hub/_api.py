@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fused_logp_hub import _call, _checks, _library, _ops, _selection
 from fused_logp_hub._call import LogpResult as LogpResult
@@ -51,9 +52,10 @@ def fused_logp(
         return_lse: also return row_max and log_sum, both of logits / T.
         return_entropy: also return the entropy of softmax(logits / T) in nats, differentiable.
         inplace_backward: let the gradient overwrite the logits' memory, which saves one tensor of their size.
-            The logits must come from an operation (not a leaf), with rows that do not overlap. Whoever else
-            saved them for a backward of its own then gets PyTorch's "modified by an inplace operation" error;
-            reading them after the backward, outside autograd, gives the gradient.
+            The logits must come from an operation (not be a leaf or its view), with rows that do not overlap,
+            and without hooks on saved tensors (checkpoint, save_on_cpu). Whoever else saved them for a backward
+            of its own then gets PyTorch's "modified by an inplace operation" error; reading them after the
+            backward, outside autograd, gives the gradient.
 
     Returns:
         logp with the shape of token_ids, or a LogpResult if a ``return_*`` flag is set.
@@ -62,6 +64,7 @@ def fused_logp(
         ArgumentError: a shape, dtype, device or value is unsupported; nothing was launched.
         InvalidTokenIdError: ``on_invalid="raise"`` met an invalid id; the message names the first row.
         NoMatchingKernelError: nothing shipped fits this GPU and these tensors; the message has the trace.
+        KernelUnavailableError: a kernel's first use falls into the capture of a CUDA graph; `preload` comes before.
         SecondDerivativeError: the gradient was differentiated again.
 
     Numerics:
@@ -136,9 +139,13 @@ def fused_logp_out(
     tail = token_ids.shape[logits.dim() - 1 :]
     _checks.output("out", out, logits, _checks.FLOAT_DTYPES, tail)
     statistic = (accumulation_dtype(logits.dtype),)
+    written = [out]
     for name, tensor in (("row_max", row_max), ("log_sum", log_sum), ("entropy", entropy)):
         if tensor is not None:
             _checks.output(name, tensor, logits, statistic)
+            written.append(tensor)
+    for tensor in written:
+        increment_version(tensor)
     _ops.forward(problem, kernel, out, row_max, log_sum, entropy, False)
     return out
 

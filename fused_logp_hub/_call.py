@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fused_logp_hub import _checks, _library, _ops
 from fused_logp_hub._errors import ArgumentError
@@ -111,5 +112,6 @@ def backward(
         grad_logits = _ops.empty_grad(logits)
     else:
         _checks.grad_logits(grad_logits, logits)
+        increment_version(grad_logits)
     _ops.backward(problem, kernel, row_max, log_sum, entropy, raw, grad_logp, grad_entropy, grad_logits)
     return grad_logits

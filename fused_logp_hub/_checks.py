@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fused_logp_hub._errors import ArgumentError, ArgumentTypeError, InvalidTokenIdError
 from fused_logp_hub._problem import Problem, Shard, accumulation_dtype, copy_reason
@@ -34,6 +35,7 @@ def make_problem(
     """The checked problem; row_mask is [...] bool."""
     tensor("logits", logits)
     tensor("token_ids", token_ids)
+    _not_transformed(logits)
     shape, ids_shape = logits.shape, token_ids.shape
     if logits.dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"logits: expected dtype {_names(FLOAT_DTYPES)}, got {logits.dtype}. Cast the logits.")
@@ -103,6 +105,17 @@ def tensor(name: str, value: object) -> None:
         raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}. Pass a tensor.")
 
 
+def _not_transformed(logits: Tensor) -> None:
+    """ArgumentError inside torch.func's transforms and for dual tensors: the kernels would drop what they track."""
+    if torch._C._are_functorch_transforms_active() or (
+        forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None
+    ):
+        raise ArgumentError(
+            "logits: expected a plain tensor, got one inside a transform of torch.func or with a forward-mode tangent. "
+            "Batch over leading dimensions and call backward(), or use torch.log_softmax."
+        )
+
+
 def same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
     """ArgumentError unless the tensor lies on the logits' device."""
     if tensor.device != logits.device:
@@ -168,6 +181,21 @@ def overwritable(logits: Tensor) -> None:
             "inplace_backward: expected logits that an operation computed, got a leaf, whose values would be lost. "
             "Leave it False for leaves."
         )
+    base = logits._base
+    if base is not None and base.is_leaf and base.requires_grad:
+        raise ArgumentError(
+            "inplace_backward: expected logits with memory of their own, got a view of a leaf, whose values would be "
+            "lost. Leave it False for these."
+        )
+    hooks = (
+        "inplace_backward: expected no hooks on saved tensors, under which PyTorch cannot see that the logits were "
+        "overwritten, got torch.utils.checkpoint, save_on_cpu or the like. Leave it False there."
+    )
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(hooks):
+            pass  # entering fails where there are hooks
+    except RuntimeError:
+        raise ArgumentError(hooks) from None
     if copy_reason(logits) is not None or not _rows_apart(logits):
         raise ArgumentError(
             "inplace_backward: expected logits with a last stride of 1 and rows that do not overlap, "
@@ -236,6 +264,11 @@ def _temperature_rows(temperature: Tensor, logits: Tensor) -> Tensor:
 
 
 def _raise_on_invalid(problem: Problem) -> None:
+    if problem.logits.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            "on_invalid: expected 'zero' or 'nan' while a CUDA graph is captured, got 'raise', which synchronises. "
+            "Check the ids before the capture."
+        )
     ids = problem.token_ids
     vocab_size = problem.vocab_size if problem.shard is None else problem.shard.vocab_size
     bad = (ids < 0) | (ids >= vocab_size)
@@ -263,6 +296,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _rows_apart(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True  # whatever its strides
     extent = tensor.shape[-1]
     for stride, size in sorted(zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)):
         if size == 1:

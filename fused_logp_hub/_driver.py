@@ -163,6 +163,10 @@ class Device:
                 self._functions[key] = found
         return found
 
+    def has(self, manifest: Manifest, kernel: KernelRow, cubin: Cubin) -> bool:
+        """Whether `function` would load nothing."""
+        return (manifest.directory / cubin.file, kernel.symbol) in self._functions
+
     def _load(self, manifest: Manifest, kernel: KernelRow, cubin: Cubin) -> Function:
         library = _library(manifest, cubin, self.ordinal)
         where = (kernel.symbol, self.ordinal)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_logp_hub import _driver, _manifest, _params, _selection
-from fused_logp_hub._errors import ArgumentError
+from fused_logp_hub._errors import ArgumentError, KernelUnavailableError
 from fused_logp_hub._problem import Problem, collapse
 
 _DTYPE_NAMES = {
@@ -88,7 +88,13 @@ def _row_bytes(logits: Tensor) -> int:
 def _plan(op: str, requested: str, facts: _selection.Facts, device_index: int) -> _driver.Function:
     manifest = _manifest.shipped()
     chosen = _selection.select_or_raise(manifest, op, requested, facts)
-    return _driver.device(device_index).function(manifest, chosen.kernel, chosen.cubin)
+    device = _driver.device(device_index)
+    if torch.cuda.is_current_stream_capturing() and not device.has(manifest, chosen.kernel, chosen.cubin):
+        raise KernelUnavailableError(
+            f"CUDA graph: expected a loaded kernel, got the first use of {chosen.kernel.symbol} during a capture. "
+            "Call fused_logp_hub.preload() before it."
+        )
+    return device.function(manifest, chosen.kernel, chosen.cubin)
 
 
 def forward(
