@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from support.process import run_python
 
 from fused_logp_hub import FusedLogpError, IntegrationError
 from fused_logp_hub.integrations import Patch
@@ -122,6 +123,20 @@ def test_leaves_alone_what_somebody_else_put_there(madeup):
 def test_disable_without_enable(madeup):
     with pytest.raises(IntegrationError, match=FORM.format(name="madeup")):
         make_patch().disable()
+
+
+def test_importing_the_drop_ins_imports_no_package(tmp_path):
+    run_python(
+        """
+        import sys
+        before = set(sys.modules)
+        from fused_logp_hub import integrations
+        new = {name.split(".")[0] for name in set(sys.modules) - before}
+        assert not new & {"trl", "verl", "openrlhf", "transformers"}, new
+        assert not any(getattr(integrations, name).patch.active for name in ("trl", "verl", "openrlhf"))
+        """,
+        tmp_path,
+    )
 
 
 def other(argument):
