@@ -103,15 +103,14 @@ class Patch(ContextDecorator):
         return originals
 
     def _check_version(self) -> None:
-        # here, because only the packages that are patched bring it along
-        from packaging.specifiers import SpecifierSet
-
         try:
             version = importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
             raise IntegrationError(
                 f"{self.package}: expected version {self.versions}, got no installation. Install it first."
             ) from None
+        from packaging.specifiers import SpecifierSet  # here: it comes with the packages that are patched
+
         if not SpecifierSet(self.versions).contains(version, prereleases=True):
             raise IntegrationError(
                 f"{self.package}: expected version {self.versions}, got {version}. "
