@@ -198,7 +198,8 @@ def _common(
 
 
 def _grid(function: _driver.Function, problem: Problem) -> tuple[int, int]:
-    grid, tiles = function.kernel.grid(problem.num_rows, _row_bytes(problem.logits), function.device.multiprocessors)
+    row_bytes = problem.vocab_size * problem.logits.element_size()  # without a shard's padding, as the kernel has it
+    grid, tiles = function.kernel.grid(problem.num_rows, row_bytes, function.device.multiprocessors)
     if grid > _MAX_GRID:
         raise ArgumentError(
             f"logits: expected at most {_MAX_GRID} blocks of work, got {grid}. Split the rows into several calls."

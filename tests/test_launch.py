@@ -159,3 +159,13 @@ def test_ids_of_a_shard(launched, ignore_index):
         names = ("vocab_size", "vocab_start", "global_vocab_size", "is_shard")
         assert [fields[name] for name in names] == [20, 90, 110, 1]
         assert (fields["ignore_index"] - ignore_index + 90) % 2**64 == 0
+
+
+def test_padding_of_a_shard_has_no_blocks(launched):
+    """A tile's worth of columns, and one of padding: the kernels count tiles without it, and so must the grid."""
+    logits, ids = torch.randn(3, 2049), torch.zeros(3, dtype=torch.int64)
+    problem = _checks.make_problem(logits, ids, None, 1.0, None, "zero", Shard(0, 2048))
+    _, statistics, _ = _ops.run_forward(problem, "auto", torch.float32, True, False)
+    _ops.run_backward(problem, "auto", statistics, None, torch.ones(3), None)
+    grid, fields = launched[-1]
+    assert (grid, fields["vocab_size"]) == (3, 2048)
