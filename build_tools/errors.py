@@ -3,6 +3,8 @@
 BuildError
 ├── TableError               kernels.toml is not what the build expects
 ├── CompilerError            no compiler, not the pinned version, or the source does not compile
+├── HubExportError           a wheel that cannot be written in the layout of the kernels hub
+├── ReleaseError             tag, version and changelog do not agree
 └── GateError                it compiled, and must not ship
     ├── CompilerWarningError   the compiler warned
     ├── NotACubinError         not a whole ELF file for a CUDA device
@@ -30,6 +32,14 @@ class TableError(BuildError):
 
 
 class CompilerError(BuildError):
+    pass
+
+
+class HubExportError(BuildError):
+    pass
+
+
+class ReleaseError(BuildError):
     pass
 
 
