@@ -19,7 +19,8 @@ BuildError
     ├── UnlaunchableError      more registers than a block may hold
     ├── BuildPathError         a folder of the build machine stands in the bytes
     ├── WheelSizeError         the wheel is over the limit
-    └── WheelContentsError     the wheel holds something else than the manifest says
+    ├── WheelContentsError     the wheel holds something else than the manifest says
+    └── WheelTagError          the wheel's name does not say which machines it is for
 """
 
 
@@ -100,4 +101,8 @@ class WheelSizeError(GateError):
 
 
 class WheelContentsError(GateError):
+    pass
+
+
+class WheelTagError(GateError):
     pass
