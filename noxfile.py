@@ -47,14 +47,14 @@ def lint(session):
 @nox.session
 def types(session):
     """mypy, strict."""
-    session.install(".[test]", *group("types"))
+    session.install(".[test]", *group("nvrtc"), *group("types"))
     session.run("mypy")
 
 
 @nox.session
 def test(session):
     """Install and run the tests; pytest's arguments after --."""
-    session.install(".[test]")
+    session.install(".[test]", *group("nvrtc"))
     session.run("pytest", *session.posargs)
 
 
