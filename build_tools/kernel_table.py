@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Architecture:
     name: str
     capability: tuple[int, int]
     match: str
+    family: tuple[tuple[int, int], ...] = ()
+    """All it runs on, if that is a family."""
 
     @classmethod
     def parse(cls, name: str) -> Architecture:
@@ -96,8 +98,18 @@ class KernelTable:
     flags: tuple[str, ...]
     compilers: dict[str, CompilerPin]
     elf_rules: tuple[ElfRule, ...]
+    families: dict[str, tuple[str, ...]]
     modules: tuple[Module, ...]
     kernels: tuple[Kernel, ...]
+
+    def architecture(self, name: str) -> Architecture:
+        """Returns the architecture with its family; TableError when the name is none."""
+        parsed = Architecture.parse(name)
+        if parsed.match != "family":
+            return parsed
+        if name not in self.families:
+            raise TableError(f"families: expected what {name} runs on, got none. Add a row.")
+        return replace(parsed, family=tuple(_release(text) for text in self.families[name]))
 
     def elf_rule(self, compiler_version: str, architecture: str) -> ElfRule:
         """Returns the rule for what this compiler writes; TableError when there is none."""
@@ -124,6 +136,7 @@ def load_table(path: Path = TABLE_PATH) -> KernelTable:
             flags=tuple(data["compile"]["flags"]),
             compilers={name: CompilerPin(**_tuples(row)) for name, row in data["compilers"].items()},
             elf_rules=tuple(ElfRule(**_tuples(row)) for row in data["elf_rules"]),
+            families=_tuples(data["families"]),
             modules=tuple(Module(**_tuples(row)) for row in data["modules"]),
             kernels=tuple(
                 kernel
@@ -170,7 +183,7 @@ def _expand(row: dict[str, Any], priority: int, suffixes: dict[str, str]) -> lis
 def _check(table: KernelTable) -> None:
     for module in table.modules:
         for architecture in module.architectures:
-            Architecture.parse(architecture)
+            table.architecture(architecture)
     modules = [module.name for module in table.modules]
     seen: set[tuple[str, str]] = set()
     for kernel in table.kernels:

@@ -121,10 +121,13 @@ def preload(device: int | str | torch.device | None = None) -> None:
 
 
 def preload_if_initialized() -> None:
-    """At import: load now if PyTorch already runs CUDA; a GPU that nothing fits is no reason to fail an import."""
-    if torch.cuda.is_initialized():  # is_available would initialise the driver, and break a later fork
-        with contextlib.suppress(KernelUnavailableError):
-            preload()
+    """At import: load now on the GPUs that PyTorch already uses; one that nothing fits does not fail the import."""
+    if not torch.cuda.is_initialized():  # is_available would initialise the driver, and break a later fork
+        return
+    with contextlib.suppress(KernelUnavailableError):
+        for index in _driver.active_devices():
+            with contextlib.suppress(KernelUnavailableError):
+                preload(index)
 
 
 def _ordinal(device: int | str | torch.device | None) -> int:

@@ -40,6 +40,7 @@ def contents() -> dict:
                 "arch": "sm_90",
                 "match": "minor",
                 "capability": [9, 0],
+                "family": [],
                 "sha256": hashlib.sha256(IMAGE).hexdigest(),
                 "size": len(IMAGE),
                 "elf_osabi": 0x33,

@@ -115,8 +115,10 @@ def _requested(forced: str | None, problems: Problems) -> str:
     return _selection.AUTO
 
 
-def _is_unbuilt_source(directory: Path) -> bool:
+def _is_unbuilt_source(directory: object) -> bool:
     """Whether Python found a checkout, such as the current folder, before the installed package."""
+    if not isinstance(directory, Path):  # inside a zip archive
+        return False
     return not directory.exists() and (directory.parent.parent / "pyproject.toml").exists()
 
 
