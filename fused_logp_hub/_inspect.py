@@ -87,9 +87,7 @@ def available_kernels(device: int | str | torch.device | None = None) -> list[Av
     rows = []
     for kernel in manifest.kernels:
         for cubin in manifest.cubins_of(kernel.module):
-            usable = None
-            if on is not None:
-                usable = cubin.mismatch(on.capability) is None and on.driver_cuda >= cubin.min_cuda
+            usable = None if on is None else cubin.runs_on(on.capability, on.driver_cuda)
             registers = cubin.symbols[kernel.symbol]["registers"]
             rows.append(
                 AvailableKernel(
@@ -116,7 +114,7 @@ def preload(device: int | str | torch.device | None = None) -> None:
         _selection.select_or_raise(manifest, op, _selection.AUTO, facts)
     for kernel in manifest.kernels:
         for cubin in manifest.cubins_of(kernel.module):
-            if cubin.mismatch(on.capability) is None and on.driver_cuda >= cubin.min_cuda:
+            if cubin.runs_on(on.capability, on.driver_cuda):
                 on.function(manifest, kernel, cubin)
 
 

@@ -56,6 +56,10 @@ class Cubin:
             rule = f"{major}.x with x >= {minor}"
         return None if fits else f"{self.arch} runs on capability {rule}"
 
+    def runs_on(self, capability: tuple[int, int], driver_cuda: int) -> bool:
+        """Whether a device of that capability loads and runs it under that driver."""
+        return self.mismatch(capability) is None and driver_cuda >= self.min_cuda
+
 
 @dataclass(frozen=True)
 class KernelRow:
