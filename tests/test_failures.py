@@ -353,7 +353,7 @@ def hold():
         taken.set()
         release.wait()
 
-thread = threading.Thread(target=hold)
+thread = threading.Thread(target=hold, daemon=True)
 thread.start()
 taken.wait()
 in_child(use)
