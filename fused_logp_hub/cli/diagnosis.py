@@ -88,8 +88,8 @@ def diagnose(with_selftest: bool = False) -> Diagnosis:
     found.usable = intact and any(gpu.usable for gpu in found.gpus)
     if with_selftest:
         found.selftest = _selftest(found.gpus, manifest, problems)
-        right = all(gpu.usable for gpu in found.gpus) and all(check.right for check in found.selftest)
-        found.usable = found.usable and right and len(found.gpus) == count
+        right = all(check.right for check in found.selftest)
+        found.usable = found.usable and right and [gpu.usable for gpu in found.gpus] == [True] * count
     found.problems = list(problems)
     return found
 
@@ -99,13 +99,15 @@ def _selftest(examined: list[GpuFacts], manifest: _manifest.Manifest | None, pro
     with problems.step("selftest of the reference"):
         checks += selftest.check_reference()
     for gpu in examined:
-        if not gpu.usable or manifest is None:
+        if manifest is None or not any(case.ran for case in gpu.cases):
             continue  # it has its problem already
-        with problems.step(f"selftest of {gpu}"):
-            gpu.usable = False
-            device = _driver.device(gpu.index)
-            checks += selftest.check_gpu(manifest, gpu.index, device.capability, device.driver_cuda)
-            gpu.usable = True
+        right = False
+        with problems.step(f"selftest of {gpu}"), torch.cuda.device(gpu.index):
+            on = _driver.device(gpu.index)
+            of_gpu = selftest.check_gpu(manifest, torch.device("cuda", gpu.index), on.capability, on.driver_cuda)
+            right = all(check.right for check in of_gpu)
+            checks += of_gpu
+        gpu.usable = gpu.usable and right
     for check in checks:
         if not check.right:
             problems.add(

@@ -76,20 +76,18 @@ class _Measure:
     """Bytes that the call reads and writes."""
 
 
-def check_gpu(manifest: Manifest, index: int, capability: tuple[int, int], driver_cuda: int) -> list[Check]:
-    """Each kernel that fits the GPU, asked for by its name."""
-    device = torch.device("cuda", index)
+def check_gpu(manifest: Manifest, device: torch.device, capability: tuple[int, int], driver_cuda: int) -> list[Check]:
+    """Each kernel that fits the GPU, asked for by its name; the GPU must be the current one."""
     checks = []
-    with torch.cuda.device(device):
-        for kernel in manifest.kernels:
-            cubin = next((c for c in manifest.cubins_of(kernel.module) if c.runs_on(capability, driver_cuda)), None)
-            if cubin is None:
-                continue
-            rows, vocab_size = _TIMED[device.type]
-            rows = kernel.max_rows or rows
-            cases = cases_of(manifest, kernel, capability, driver_cuda)
-            subject = _Subject(kernel.op, kernel.name, kernel.dtype, cases, device, rows, vocab_size)
-            checks.append(_check(subject, kernel.symbol, cubin.arch))
+    for kernel in manifest.kernels:
+        cubin = next((c for c in manifest.cubins_of(kernel.module) if c.runs_on(capability, driver_cuda)), None)
+        if cubin is None:
+            continue
+        rows, vocab_size = _TIMED[device.type]
+        rows = kernel.max_rows or rows
+        cases = cases_of(manifest, kernel, capability, driver_cuda)
+        subject = _Subject(kernel.op, kernel.name, kernel.dtype, cases, device, rows, vocab_size)
+        checks.append(_check(subject, kernel.symbol, cubin.arch))
     return checks
 
 
