@@ -53,15 +53,16 @@ class ElfRule:
     """What compilers of one range of CUDA releases write, and the oldest driver that loads it."""
 
     cuda: tuple[str, str]
-    architectures: tuple[str, ...]
     osabi: int
     abi: int
     min_cuda: int
     min_driver: str
+    architectures: tuple[str, ...] | None = None
+    """None: all."""
 
     def covers(self, cuda: tuple[int, int], architecture: str) -> bool:
         first, last = (_release(text) for text in self.cuda)
-        return first <= cuda <= last and architecture in self.architectures
+        return first <= cuda <= last and (self.architectures is None or architecture in self.architectures)
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,8 @@ class KernelTable:
         parsed = Architecture.parse(name)
         if parsed.match != "family":
             return parsed
-        if name not in self.families:
-            raise TableError(f"families: expected what {name} runs on, got none. Add a row.")
-        return replace(parsed, family=tuple(_release(text) for text in self.families[name]))
+        listed = tuple(_release(text) for text in self.families.get(name, ()))
+        return replace(parsed, family=listed or (parsed.capability,))
 
     def elf_rule(self, compiler_version: str, architecture: str) -> ElfRule:
         """Returns the rule for what this compiler writes; TableError when there is none."""

@@ -77,6 +77,34 @@ def test_good(folder):
     assert manifest.architectures() == "sm_90"
 
 
+@pytest.mark.parametrize(
+    ("capability", "tried"),
+    [
+        ((8, 9), ["sm_89", "sm_86", "sm_80"]),
+        ((8, 6), ["sm_86", "sm_80"]),
+        ((10, 0), ["sm_100f"]),
+        ((10, 3), ["sm_103a", "sm_103f", "sm_103", "sm_100f"]),
+    ],
+)
+def test_closest_cubin_first(folder, capability, tried):
+    """Whatever the order in the table: an architecture that is added is used on the GPUs it was added for."""
+    rules = {"": "minor", "a": "exact", "f": "family"}
+    raw = contents()
+    raw["cubins"] = [
+        {
+            **raw["cubins"][0],
+            "arch": arch,
+            "capability": [int(arch[3:-1]), int(arch[-1])] if arch[-1].isdigit() else [int(arch[3:-2]), int(arch[-2])],
+            "match": rules[arch[-1] if arch[-1] in rules else ""],
+            "family": {"sm_100f": [[10, 0], [10, 3]], "sm_103f": [[10, 3]]}.get(arch, []),
+        }
+        for arch in ("sm_80", "sm_86", "sm_89", "sm_100f", "sm_103", "sm_103a", "sm_103f")
+    ]
+    write(folder, raw)
+    cubins = load_manifest(folder).cubins
+    assert [c.arch for c in cubins if c.runs_on(capability, 13000)] == tried
+
+
 # ---- The cubin.
 
 
