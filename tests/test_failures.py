@@ -1,21 +1,17 @@
 """What a user is told when the machine, the driver or the installation is not as it should be: the exact error.
 
-Without a GPU: a driver that fails as told stands in (support/driver.py), and damaged, zipped, linked and read-only
-copies of the package run in processes of their own. What a real GPU can show is in test_gpu_failures.py; damaged
-cubins and manifests are in test_manifest.py and test_cli.py.
+Without a GPU: a driver that fails as told stands in (support/driver.py). Processes are in test_processes.py, what is
+installed in test_installations.py, test_manifest.py and test_cli.py, what a real GPU can show in test_gpu_failures.py.
 """
 
 from __future__ import annotations
 
-import shutil
 import threading
-import zipfile
 
 import pytest
 import torch
-from support.driver import TEXTS, FakeDriver
+from support.driver import TEXTS, FakeDriver, first_launch, function
 from support.package import write_package
-from support.process import PACKAGE, run_python
 
 import fused_logp_hub
 from fused_logp_hub import CubinError, DriverError, NoMatchingKernelError, _driver, _inspect, _manifest
@@ -168,21 +164,6 @@ def test_first_call_in_a_capture_that_the_driver_refuses(put, call):
     )
 
 
-def function(ordinal=0):
-    """A kernel for the device, as a call looks it up."""
-    manifest = _manifest.shipped()
-    kernel = manifest.kernels[0]
-    cubin = next(c for c in manifest.cubins_of(kernel.module) if c.arch == "sm_90")
-    return _driver.device(ordinal).function(manifest, kernel, cubin)
-
-
-def first_launch(ordinal=0):
-    from fused_logp_hub import _params
-
-    values = [0] * sum(len(codes) for _, codes in _params.LOGP_FORWARD_FIELDS)
-    function(ordinal).launch(1, 7, _params.LOGP_FORWARD, values)
-
-
 # ---- PyTorch.
 
 
@@ -250,7 +231,7 @@ def test_ordinals_are_the_drivers(put, monkeypatch, value, visible):
     )
 
 
-# ---- Threads and processes.
+# ---- Threads.
 
 
 def test_eight_threads_at_once(put):
@@ -281,249 +262,3 @@ def test_eight_threads_at_once(put):
     assert len(loaded) == len(set(loaded)) == 3  # generic, cluster and tma for 9.0
     assert fake.called("cuDevicePrimaryCtxRetain") == [(0,)]
     assert stacks == [[]] * 8
-
-
-FORK = """
-import os, signal, sys, threading, torch, fused_logp_hub
-from fused_logp_hub import _driver, _manifest
-from pathlib import Path
-from support.driver import FakeDriver
-from support.package import write_package
-import test_failures
-
-_manifest.CUBIN_DIR = Path("cubins").resolve()
-write_package(_manifest.CUBIN_DIR)
-fake = FakeDriver((9, 0)).install()
-
-def in_child(work):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)  # ends a child that hangs
-        try:
-            work()
-            sys.stdout.flush()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0, status
-
-def use():
-    test_failures.first_launch()
-    assert len(fake.called("cuLaunchKernel")) == 1
-
-def reference():
-    ids = torch.zeros(2, dtype=torch.int64)
-    print(fused_logp_hub.fused_logp(torch.zeros(2, 4), ids).tolist()[0])
-
-def refused():
-    for call in (test_failures.first_launch, lambda: before.launch(1, 0, *packed), lambda: fused_logp_hub.preload(0)):
-        try:
-            call()
-        except fused_logp_hub.DriverError as error:
-            print(error)
-    reference()
-"""
-
-
-def test_fork_after_import(tmp_path):
-    """The child uses CUDA, even if another thread of the parent held the package's lock at that moment."""
-    run_python(
-        FORK
-        + """
-taken, release = threading.Event(), threading.Event()
-
-def hold():
-    with _driver._lock:
-        taken.set()
-        release.wait()
-
-thread = threading.Thread(target=hold, daemon=True)
-thread.start()
-taken.wait()
-in_child(use)
-release.set()
-thread.join()
-use()  # and then so does the parent
-""",
-        tmp_path,
-        90,
-    )
-
-
-def test_fork_after_use(tmp_path):
-    """One clear error for what was loaded before the fork and for what was not; CPU tensors still work."""
-    out = run_python(
-        FORK
-        + """
-from fused_logp_hub import _params
-before = test_failures.function()
-packed = _params.LOGP_FORWARD, [0] * sum(len(codes) for _, codes in _params.LOGP_FORWARD_FIELDS)
-in_child(refused)
-before.launch(1, 0, *packed)  # the parent goes on
-""",
-        tmp_path,
-        90,
-    )
-    *errors, logp = out.splitlines()
-    assert errors == [
-        "cuInit: expected success, got CUDA_ERROR_NOT_INITIALIZED (3): initialization error. CUDA does not survive a "
-        "fork: start processes by spawn, or use CUDA in them only."
-    ] * 3  # fmt: skip
-    assert logp.startswith("-1.386")
-
-
-def test_spawn(tmp_path):
-    """A spawned process starts from nothing, whatever its parent did; public functions can be its target."""
-    out = run_python(
-        """
-        import multiprocessing, torch, fused_logp_hub
-        from support.driver import FakeDriver
-        if __name__ == "__main__":
-            FakeDriver((9, 0)).install()
-            from fused_logp_hub import _driver
-            _driver.device(0)
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                ids = torch.zeros(2, dtype=torch.int64)
-                logp = pool.apply(fused_logp_hub.fused_logp, (torch.zeros(2, 4), ids))
-            print(logp.tolist()[0])
-        """,
-        tmp_path,
-        90,
-    )
-    assert out.startswith("-1.386")
-
-
-def test_exit_calls_no_driver(tmp_path):
-    """The driver may be gone by then: after the program's last line nothing is asked of it."""
-    out = run_python(
-        "import atexit\natexit.register(lambda: print(len(fake.calls) == calls))"  # registered first: runs last
-        + FORK
-        + "use()\ncalls = len(fake.calls)\n",
-        tmp_path,
-        90,
-    )
-    assert out == "True\n"
-
-
-# ---- Installations.
-
-USE = """
-import json, sys, torch, fused_logp_hub
-from fused_logp_hub import _manifest
-from fused_logp_hub.cli.diagnosis import diagnose
-
-logits = torch.zeros(2, 4, requires_grad=True)
-fused_logp_hub.fused_logp(logits, torch.zeros(2, dtype=torch.int64)).sum().backward()
-assert logits.grad[0].tolist() == [0.75, -0.25, -0.25, -0.25]
-found = diagnose()
-assert found.cubins and all(cubin.verified for cubin in found.cubins)
-print(fused_logp_hub.__file__)
-"""
-
-WATCH = """
-import os, sys
-
-def inside(path):
-    return str(path).startswith({site!r}) and "__pycache__" not in str(path)
-
-def hook(event, arguments):
-    if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-        assert not inside(arguments[0]), arguments
-    if event in ("os.mkdir", "os.rename", "os.remove", "os.truncate", "os.link", "os.symlink"):
-        assert not any(map(inside, arguments)), (event, arguments)
-
-sys.addaudithook(hook)
-"""
-REFUSED = """
-import fused_logp_hub
-try:
-    fused_logp_hub.available_kernels()
-except fused_logp_hub.CubinError as error:
-    print(error)
-"""
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A copy of the package with cubins of its own, in a folder to put on the path."""
-    site = tmp_path / "site"
-    shutil.copytree(PACKAGE, site / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
-    write_package(site / PACKAGE.name / "cubins")
-    return site
-
-
-def test_read_only_site_packages(copy, tmp_path):
-    """Nothing is opened for writing there, but by Python itself, which stores byte code where it may."""
-    folders = [path for path in copy.rglob("*") if path.is_dir()]
-    for folder in folders:
-        folder.chmod(0o555)  # not for root, whose writes the hook sees
-    try:
-        run_python(WATCH.format(site=str(copy)) + USE, tmp_path, 90, package=copy)
-    finally:
-        for folder in folders:
-            folder.chmod(0o755)
-
-
-def test_zipped_package(copy, tmp_path):
-    archive = tmp_path / "package.zip"
-    with zipfile.ZipFile(archive, "w") as file:
-        for path in copy.rglob("*"):
-            file.write(path, path.relative_to(copy))
-    assert run_python(USE, tmp_path, 90, package=archive).startswith(str(archive))
-
-
-def test_zip_without_its_cubins(copy, tmp_path):
-    """A clear error, as from a folder."""
-    archive = tmp_path / "package.zip"
-    with zipfile.ZipFile(archive, "w") as file:
-        for path in copy.rglob("*.py"):
-            file.write(path, path.relative_to(copy))
-    out = run_python(REFUSED, tmp_path, 90, package=archive)
-    assert out.startswith(f"{archive}/fused_logp_hub/cubins/manifest.json: expected the kernel manifest, got ")
-    assert out.endswith(". Reinstall fused-logp-hub.\n")
-
-
-@pytest.mark.parametrize("kind", ["folder", "files"])
-def test_symlinked_package(copy, tmp_path, kind):
-    """The folder is a link, or each file is one into a store, as some installers do."""
-    linked = tmp_path / "linked"
-    if kind == "folder":
-        linked.mkdir()
-        (linked / PACKAGE.name).symlink_to(copy / PACKAGE.name)
-    else:
-        for number, path in enumerate(sorted(path for path in copy.rglob("*") if path.is_file())):
-            stored = tmp_path / "store" / str(number)
-            stored.parent.mkdir(exist_ok=True)
-            target = linked / path.relative_to(copy)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.symlink_to(path.rename(stored))
-    assert run_python(USE, tmp_path, 90, package=linked).startswith(str(linked))
-
-
-def test_two_versions_on_the_path(copy, tmp_path):
-    """The first on the path runs whole; the doctor names the other."""
-    (copy / PACKAGE.name / "_version.py").write_text('__version__ = "9.9.9"\n')
-    manifest = copy / PACKAGE.name / "cubins" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(f'"{fused_logp_hub.__version__}"', '"9.9.9"'))
-    metadata = tmp_path / "other" / "fused_logp_hub-0.0.1.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fused-logp-hub\nVersion: 0.0.1\n")
-    code = "import sys; sys.path.insert(1, 'other')\n" + USE + "print(found.problems[0])"
-    out = run_python(code, tmp_path, 90, package=copy)
-    file, problem = out.splitlines()
-    assert file.startswith(str(copy))
-    assert problem == (
-        f"fused-logp-hub: expected version 0.0.1, which is installed, got 9.9.9 from {copy / PACKAGE.name}. "
-        "Take the one that you do not want off the import path."
-    )
-
-
-def test_one_version_over_another(copy, tmp_path):
-    """Code of one version with the cubins of another."""
-    (copy / PACKAGE.name / "_version.py").write_text('__version__ = "9.9.9"\n')
-    out = run_python(REFUSED, tmp_path, 90, package=copy)
-    manifest = copy / PACKAGE.name / "cubins" / "manifest.json"
-    assert out == (
-        f"{manifest}: expected kernels of version 9.9.9, got {fused_logp_hub.__version__}. Reinstall fused-logp-hub.\n"
-    )

@@ -9,7 +9,7 @@ import time
 
 from cuda.bindings import driver as cuda
 
-from fused_logp_hub import _driver
+from fused_logp_hub import _driver, _manifest, _params
 
 TEXTS = {  # of cuGetErrorString, as the driver words them
     2: b"out of memory",
@@ -178,3 +178,16 @@ class _Library:
         self.cuCtxPushCurrent_v2 = _Function(push)
         self.cuCtxPopCurrent_v2 = _Function(pop)
         self.cuLaunchKernel = _Function(launch)
+
+
+def function(ordinal=0):
+    """A kernel for the device, as a call looks it up."""
+    manifest = _manifest.shipped()
+    kernel = manifest.kernels[0]
+    cubin = next(c for c in manifest.cubins_of(kernel.module) if c.arch == "sm_90")
+    return _driver.device(ordinal).function(manifest, kernel, cubin)
+
+
+def first_launch(ordinal=0):
+    values = [0] * sum(len(codes) for _, codes in _params.LOGP_FORWARD_FIELDS)
+    function(ordinal).launch(1, 7, _params.LOGP_FORWARD, values)
