@@ -113,9 +113,9 @@ def preload(device: int | str | torch.device | None = None) -> None:
         facts = _selection.Facts(on.capability, on.driver_cuda, dtype, 16, 0)
         _selection.select_or_raise(manifest, op, _selection.AUTO, facts)
     for kernel in manifest.kernels:
-        for cubin in manifest.cubins_of(kernel.module):
-            if cubin.runs_on(on.capability, on.driver_cuda):
-                on.function(manifest, kernel, cubin)
+        cubin = manifest.closest(kernel.module, on.capability, on.driver_cuda)
+        if cubin is not None:
+            on.function(manifest, kernel, cubin)
 
 
 def preload_if_initialized() -> None:

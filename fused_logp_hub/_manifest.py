@@ -119,6 +119,10 @@ class Manifest:
     def cubins_of(self, module: str) -> list[Cubin]:
         return [c for c in self.cubins if c.module == module]
 
+    def closest(self, module: str, capability: tuple[int, int], driver_cuda: int) -> Cubin | None:
+        """The module's cubin that a device runs; None if none fits."""
+        return next((c for c in self.cubins_of(module) if c.runs_on(capability, driver_cuda)), None)
+
     def architectures(self) -> str:
         """The shipped architectures, for messages."""
         return ", ".join(sorted({c.arch for c in self.cubins})) or "none"

@@ -101,8 +101,10 @@ def test_closest_cubin_first(folder, capability, tried):
         for arch in ("sm_80", "sm_86", "sm_89", "sm_100f", "sm_103", "sm_103a", "sm_103f")
     ]
     write(folder, raw)
-    cubins = load_manifest(folder).cubins
-    assert [c.arch for c in cubins if c.runs_on(capability, 13000)] == tried
+    manifest = load_manifest(folder)
+    assert [c.arch for c in manifest.cubins if c.runs_on(capability, 13000)] == tried
+    assert manifest.closest("generic", capability, 13000).arch == tried[0]
+    assert manifest.closest("generic", (7, 5), 13000) is None
 
 
 # ---- The cubin.

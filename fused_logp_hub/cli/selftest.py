@@ -80,13 +80,12 @@ def check_gpu(manifest: Manifest, device: torch.device, capability: tuple[int, i
     """Each kernel that fits the GPU, asked for by its name; the GPU must be the current one."""
     checks = []
     for kernel in manifest.kernels:
-        cubin = next((c for c in manifest.cubins_of(kernel.module) if c.runs_on(capability, driver_cuda)), None)
+        cubin = manifest.closest(kernel.module, capability, driver_cuda)
         if cubin is None:
             continue
         rows, vocab_size = _TIMED[device.type]
-        rows = kernel.max_rows or rows
         cases = cases_of(manifest, kernel, capability, driver_cuda)
-        subject = _Subject(kernel.op, kernel.name, kernel.dtype, cases, device, rows, vocab_size)
+        subject = _Subject(kernel.op, kernel.name, kernel.dtype, cases, device, kernel.max_rows or rows, vocab_size)
         checks.append(_check(subject, kernel.symbol, cubin.arch))
     return checks
 
