@@ -57,12 +57,14 @@ class ElfRule:
     abi: int
     min_cuda: int
     min_driver: str
-    architectures: tuple[str, ...] | None = None
-    """None: all."""
+    before: str | None = None
+    """The first architecture that it does not hold for; None: it holds for all."""
 
     def covers(self, cuda: tuple[int, int], architecture: str) -> bool:
         first, last = (_release(text) for text in self.cuda)
-        return first <= cuda <= last and (self.architectures is None or architecture in self.architectures)
+        capability = Architecture.parse(architecture).capability
+        is_before = self.before is None or capability < Architecture.parse(self.before).capability
+        return first <= cuda <= last and is_before
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,14 @@ def test_match_rule_follows_the_architecture_name():
     }
 
 
+@pytest.mark.parametrize(
+    ("release", "architecture", "abi"),
+    [("12.9.86", "sm_89", 7), ("12.9.86", "sm_103f", 8), ("12.4.127", "sm_90a", 7), ("13.0.88", "sm_80", 8)],
+)
+def test_rule_for_an_architecture_that_is_not_named(release, architecture, abi):
+    assert load_table().elf_rule(release, architecture).abi == abi
+
+
 def test_family_is_data():
     """As listed; an architecture without a row runs on its own capability alone."""
     table = dataclasses.replace(load_table(), families={"sm_100f": ("10.0", "10.3")})

@@ -11,6 +11,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from support.driver import FakeDriver
 
 from fused_logp_hub import NoMatchingKernelError, _manifest, available_kernels
 from fused_logp_hub.cli import main, probes, selftest
+from fused_logp_hub.cli.timing import median_times
 
 BOUNDS = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 2e-6, "float64": 2e-6}
 
@@ -163,6 +165,19 @@ def test_without_a_gpu(shipped, capsys, monkeypatch):
 def test_without_being_asked(capsys):
     main(["doctor", "--json"])
     assert json.loads(capsys.readouterr().out)["selftest"] is None
+
+
+def test_median_times():
+    """Turns alternate between two buffers, the first three are not counted, and one slow turn does not count much."""
+    turns = []
+
+    def call(buffer):
+        turns.append(buffer)
+        time.sleep(0.05 if len(turns) == 5 else 0.002)
+
+    times = median_times({"call": call}, 5, torch.device("cpu"))
+    assert turns == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert 2000 <= times["call"] < 50000
 
 
 @pytest.mark.gpu
