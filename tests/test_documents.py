@@ -1,4 +1,4 @@
-"""docs/cluster.md: its scripts run, its manifest is one, and the report has the fields that it names."""
+"""The documents run: the cluster's scripts, its Kubernetes job, the report's fields, a look at a selection."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from fused_logp_hub import _manifest
 from fused_logp_hub.cli.selftest import Check
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "cluster.md"
-if not DOCUMENT.is_file():
+DOCS = Path(__file__).parent.parent / "docs"
+if not DOCS.is_dir():
     pytest.skip("the documents are not part of the wheel", allow_module_level=True)
-TEXT = DOCUMENT.read_text(encoding="utf-8")
+CLUSTER = (DOCS / "cluster.md").read_text(encoding="utf-8")
+ADDING = (DOCS / "adding-a-kernel.md").read_text(encoding="utf-8")
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+def blocks(language, text=CLUSTER):
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(code) for _, code in found]
 
 
 NODE, SLURM = blocks("bash")
 
 
-@pytest.mark.parametrize("script", [*blocks("bash"), *blocks("sh")])
+@pytest.mark.parametrize("script", [*blocks("bash"), *blocks("sh"), *blocks("sh", ADDING)])
 def test_scripts_parse(script):
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stderr) == (0, "")
@@ -55,9 +59,21 @@ def test_kubernetes_job():
 
 
 def test_report_has_the_fields_that_are_named():
-    (sentence,) = re.findall(r"`selftest`, a list with (.*?)\. Errors are judged", TEXT)
+    (sentence,) = re.findall(r"`selftest`, a list with (.*?)\. Errors are judged", CLUSTER)
     named = set(re.findall(r"`(\w+)`", sentence))
     assert named == {field.name for field in dataclasses.fields(Check)}
+
+
+def test_look_at_a_selection(capsys):
+    """With the installed cubins in place of the new one."""
+    if not (_manifest.CUBIN_DIR / "manifest.json").is_file():
+        pytest.skip("no manifest beside the package: it was not built")
+    (code,) = blocks("python", ADDING)
+    assert 'Path("/tmp/sm_103f")' in code
+    exec(code.replace('"/tmp/sm_103f"', repr(str(_manifest.CUBIN_DIR))), {})
+    trace = capsys.readouterr().out
+    assert trace.startswith("logp_forward, kernel='auto': capability 10.3, driver CUDA 13.0, bfloat16, ")
+    assert re.search(r"^  online \(logp_forward_online_bf16, sm_\w+\): (accepted|rejected: )", trace, re.MULTILINE)
 
 
 # The package in small: a command that reports as the doctor does, and fails where the test says so.
