@@ -110,7 +110,7 @@ def preload(device: int | str | torch.device | None = None) -> None:
     manifest = _manifest.shipped()
     on = _driver.device(_ordinal(device))
     for op, dtype in dict.fromkeys((k.op, k.dtype) for k in manifest.kernels):
-        facts = _selection.Facts(on.capability, on.driver_cuda, dtype, 16, 0)
+        facts = _selection.Facts(on.capability, on.driver_cuda, dtype, 16, 0, 0)
         _selection.select_or_raise(manifest, op, _selection.AUTO, facts)
     for kernel in manifest.kernels:
         cubin = manifest.closest(kernel.module, on.capability, on.driver_cuda)

@@ -54,17 +54,22 @@ def facts_of(logits: Tensor, num_rows: int, copied: bool = False) -> _selection.
     """What selection depends on, for these logits or for a contiguous copy of them."""
     device = _driver.device(logits.get_device())
     if copied:  # a new allocation, rows back to back
-        bits = (logits.shape[-1] * logits.element_size() if num_rows > 1 else 0) | 16
+        bits = (_row_bytes(logits) if num_rows > 1 else 0) | 16
         alignment = bits & -bits
     else:
         alignment = row_alignment(logits)
-    return _selection.Facts(device.capability, device.driver_cuda, _DTYPE_NAMES[logits.dtype], alignment, num_rows)
+    return _selection.Facts(
+        device.capability, device.driver_cuda, _DTYPE_NAMES[logits.dtype], alignment, num_rows, _row_bytes(logits)
+    )
 
 
 def plan(op: str, requested: str, logits: Tensor, num_rows: int) -> _driver.Function:
     """The kernel for these logits, ready to launch."""
-    bucket = bisect_left(_thresholds(op), num_rows)
-    key = (op, requested, logits.get_device(), logits.dtype, row_alignment(logits), bucket)
+    rows, row_bytes = _thresholds(op)
+    key = (
+        op, requested, logits.get_device(), logits.dtype, row_alignment(logits),
+        bisect_left(rows, num_rows), bisect_left(row_bytes, _row_bytes(logits)),
+    )  # fmt: skip
     found = _plans.get(key)
     if found is None:
         found = _plans[key] = _plan(op, requested, facts_of(logits, num_rows), logits.get_device())
@@ -72,8 +77,12 @@ def plan(op: str, requested: str, logits: Tensor, num_rows: int) -> _driver.Func
 
 
 @cache
-def _thresholds(op: str) -> list[int]:
-    return _manifest.shipped().row_thresholds(op)
+def _thresholds(op: str) -> tuple[list[int], list[int]]:
+    return _manifest.shipped().thresholds(op)
+
+
+def _row_bytes(logits: Tensor) -> int:
+    return logits.shape[-1] * logits.element_size()
 
 
 def _plan(op: str, requested: str, facts: _selection.Facts, device_index: int) -> _driver.Function:
@@ -132,7 +141,7 @@ def mark_rows(row_indices: Tensor, row_mask: Tensor) -> None:
     function = _plans.get(("row_mask", device_index))
     if function is None:
         device = _driver.device(device_index)
-        facts = _selection.Facts(device.capability, device.driver_cuda, "any", 16, 0)
+        facts = _selection.Facts(device.capability, device.driver_cuda, "any", 16, 0, 0)
         function = _plans[("row_mask", device_index)] = _plan("row_mask", _selection.AUTO, facts, device_index)
     count = row_indices.numel()
     values = (
@@ -179,8 +188,7 @@ def _common(
 
 
 def _grid(function: _driver.Function, problem: Problem) -> tuple[int, int]:
-    row_bytes = problem.vocab_size * problem.logits.element_size()
-    grid, tiles = function.kernel.grid(problem.num_rows, row_bytes, function.device.multiprocessors)
+    grid, tiles = function.kernel.grid(problem.num_rows, _row_bytes(problem.logits), function.device.multiprocessors)
     if grid > _MAX_GRID:
         raise ArgumentError(
             f"logits: expected at most {_MAX_GRID} blocks of work, got {grid}. Split the rows into several calls."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 CUBIN_DIR: Traversable = files("fused_logp_hub") / "cubins"  # a folder, or inside a zip archive
+# Measured on an H200, 2026-11-29: with fewer, the last one is too empty to let the scheduler balance.
+MANY_WAVES = 4
 REINSTALL = "Reinstall fused-logp-hub."
 _CLOSEST_FIRST = ("exact", "family", "minor")
 
@@ -74,8 +77,9 @@ class KernelRow:
     threads: int
     shared_memory: int
     priority: int
-    auto: bool = True
+    auto_max_rows: int | None = None
     max_rows: int | None = None
+    min_row_bytes: int = 0
     blocks_per_row: int | None = None
     blocks_per_multiprocessor: int | None = None
     tile_bytes: int | None = None
@@ -87,8 +91,10 @@ class KernelRow:
         if self.blocks_per_row is not None:
             return rows * self.blocks_per_row, 0
         if self.blocks_per_multiprocessor is not None:
-            rounds = -(-rows // (multiprocessors * self.blocks_per_multiprocessor))
-            return -(-rows // rounds), 0  # every block gets as many rows, one more or less
+            waves = rows / (multiprocessors * self.blocks_per_multiprocessor)
+            # few waves: make them one, all blocks with as many rows; many: the GPU's scheduler balances them
+            each = math.ceil(waves) if waves < MANY_WAVES else int(waves / MANY_WAVES)
+            return -(-rows // max(1, each)), 0
         if self.tile_bytes is not None and self.max_tiles_per_block is not None:
             tiles = -(-row_bytes // self.tile_bytes)
             # several tiles a block, as long as every multiprocessor gets 16 blocks
@@ -112,9 +118,11 @@ class Manifest:
     kernels: tuple[KernelRow, ...]
     """In order of priority."""
 
-    def row_thresholds(self, op: str) -> list[int]:
-        """The numbers of rows at which selection for an op can change, ascending."""
-        return sorted({k.max_rows for k in self.kernels if k.op == op and k.max_rows is not None})
+    def thresholds(self, op: str) -> tuple[list[int], list[int]]:
+        """Where selection for an op can change: the last numbers of rows, and the last row sizes, ascending."""
+        kernels = [k for k in self.kernels if k.op == op]
+        rows = {limit for k in kernels for limit in (k.max_rows, k.auto_max_rows) if limit}
+        return sorted(rows), sorted({k.min_row_bytes - 1 for k in kernels if k.min_row_bytes})
 
     def cubins_of(self, module: str) -> list[Cubin]:
         return [c for c in self.cubins if c.module == module]

@@ -28,6 +28,7 @@ class Facts:
     alignment: int
     """Largest power of two, at most 16, that divides every row's address in bytes."""
     rows: int
+    row_bytes: int
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Selection:
         head = (
             f"{self.op}, kernel={self.requested!r}: capability {f.capability[0]}.{f.capability[1]}, "
             f"driver CUDA {f.driver_cuda // 1000}.{f.driver_cuda % 1000 // 10}, {f.dtype}, "
-            f"rows aligned to {f.alignment} bytes, {f.rows} rows"
+            f"{f.rows} rows of {f.row_bytes} bytes aligned to {f.alignment}"
         )
         return "\n".join([head, *(f"  {v}" for v in self.verdicts)])
 
@@ -115,8 +116,10 @@ def select_or_raise(manifest: Manifest, op: str, requested: str, facts: Facts) -
 
 
 def _reason(kernel: KernelRow, cubin: Cubin, requested: str, facts: Facts) -> str | None:
-    if requested == AUTO and not kernel.auto:
+    if requested == AUTO and kernel.auto_max_rows == 0:
         return "runs only when asked for by name"
+    if requested == AUTO and kernel.auto_max_rows is not None and facts.rows > kernel.auto_max_rows:
+        return f"is taken by itself for at most {kernel.auto_max_rows} rows"
     if requested not in (AUTO, kernel.name):
         return f"{requested!r} was asked for"
     mismatch = cubin.mismatch(facts.capability)
@@ -131,4 +134,6 @@ def _reason(kernel: KernelRow, cubin: Cubin, requested: str, facts: Facts) -> st
         return f"needs rows aligned to {kernel.alignment} bytes"
     if kernel.max_rows is not None and facts.rows > kernel.max_rows:
         return f"is for at most {kernel.max_rows} rows"
+    if facts.row_bytes < kernel.min_row_bytes:
+        return f"is for rows of at least {kernel.min_row_bytes} bytes"
     return None

@@ -16,6 +16,7 @@
 
 constexpr int kBackwardThreads = 128;
 constexpr int kBackwardVectors = 4;  // per thread and tile
+constexpr u32 kBackwardTileVectors = kBackwardThreads * kBackwardVectors;
 constexpr int kMaxIds = 1024;        // ids a row may have; checked by the caller
 template <class T>
 constexpr u32 kBackwardColumns = kBackwardThreads * kBackwardVectors * T::kVec;
@@ -153,17 +154,26 @@ struct RowDivision {
   __device__ __forceinline__ u32 ragged_column(u32 i) const { return i < head ? i : body_end + (i - head); }
 };
 
-template <class T, bool kEntropy, bool kAligned>
-__device__ __forceinline__ void write_vectors(const RowReader<T>& reader, typename T::Bits* out,
+// This thread's vectors of the tile that begins with vector first.
+template <class T, bool kAligned>
+__device__ __forceinline__ void load_vectors(const RowReader<T>& reader, const RowDivision& d, u32 first,
+                                             Vec16 (&v)[kBackwardVectors]) {
+  const u32 c = d.head + (first + threadIdx.x) * T::kVec, step = kBackwardThreads * T::kVec;
+  if (!kAligned && first > 0 && first + kBackwardTileVectors < d.vectors) {
+    reader.template load<false>(v, c, step);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kBackwardVectors; ++j) {
+      if (first + threadIdx.x + j * kBackwardThreads >= d.vectors) continue;
+      v[j] = kAligned ? reader.template load<true>(c + j * step) : reader.template load_guarded<false>(c + j * step);
+    }
+  }
+}
+
+template <class T, bool kEntropy>
+__device__ __forceinline__ void write_vectors(Vec16 (&v)[kBackwardVectors], typename T::Bits* out,
                                               const RowDivision& d, u32 first, const RowGradient<T>& g) {
   using Acc = typename T::Acc;
-  Vec16 v[kBackwardVectors];
-#pragma unroll
-  for (int j = 0; j < kBackwardVectors; ++j) {
-    const u32 at = first + threadIdx.x + j * kBackwardThreads;
-    const u32 c = d.head + at * T::kVec;
-    if (at < d.vectors) v[j] = kAligned ? reader.template load<true>(c) : reader.template load_guarded<false>(c);
-  }
 #pragma unroll
   for (int j = 0; j < kBackwardVectors; ++j) {
     const u32 at = first + threadIdx.x + j * kBackwardThreads;
@@ -176,16 +186,40 @@ __device__ __forceinline__ void write_vectors(const RowReader<T>& reader, typena
   }
 }
 
+// Tiles [first, last) in vectors. Where registers allow, the next tile is on its way meanwhile.
+template <class T, bool kEntropy, bool kAligned>
+__device__ __forceinline__ void write_tiles(const RowReader<T>& reader, typename T::Bits* out, const RowDivision& d,
+                                            u32 first, u32 last, const RowGradient<T>& g) {
+  if constexpr (kAligned && sizeof(typename T::Bits) < 8) {
+    Vec16 next[kBackwardVectors];
+    load_vectors<T, kAligned>(reader, d, first, next);
+#pragma unroll 1
+    for (u32 at = first; at < last; at += kBackwardTileVectors) {
+      Vec16 v[kBackwardVectors];
+#pragma unroll
+      for (int j = 0; j < kBackwardVectors; ++j) v[j] = next[j];
+      if (at + kBackwardTileVectors < last) load_vectors<T, kAligned>(reader, d, at + kBackwardTileVectors, next);
+      write_vectors<T, kEntropy>(v, out, d, at, g);
+    }
+  } else {
+#pragma unroll 1
+    for (u32 at = first; at < last; at += kBackwardTileVectors) {
+      Vec16 v[kBackwardVectors];
+      load_vectors<T, kAligned>(reader, d, at, v);
+      write_vectors<T, kEntropy>(v, out, d, at, g);
+    }
+  }
+}
+
 template <class T, bool kEntropy>
 __device__ __forceinline__ void backward_tiles(const LogpParams& p, const RowIndex& at, u32 first_tile,
                                                const RowGradient<T>& g, TargetGradients<T>& targets) {
   using Bits = typename T::Bits;
-  constexpr u32 kTileVectors = kBackwardThreads * kBackwardVectors;
   const Bits* logits = row_start<T>(p, at);
   Bits* out = static_cast<Bits*>(const_cast<void*>(p.grad_logits.data)) + at.offset(p.grad_logits);
   const RowDivision d = RowDivision::of<T>(out, p.vocab_size);
-  const u32 first = first_tile * kTileVectors;
-  const u32 last = min(first + p.tiles_per_block * kTileVectors, d.vectors);
+  const u32 first = first_tile * kBackwardTileVectors;
+  const u32 last = min(first + p.tiles_per_block * kBackwardTileVectors, d.vectors);
   const bool ragged = first_tile == 0;  // a row's first block has its ragged ends as well
 
   const auto mine = [=](u32 c) {
@@ -202,9 +236,9 @@ __device__ __forceinline__ void backward_tiles(const LogpParams& p, const RowInd
     for (u32 i = first + threadIdx.x; i < last; i += kBackwardThreads)
       *reinterpret_cast<Vec16*>(out + d.head + i * T::kVec) = Vec16{};
   } else if (reader.shift == 0) {
-    for (u32 i = first; i < last; i += kTileVectors) write_vectors<T, kEntropy, true>(reader, out, d, i, g);
+    write_tiles<T, kEntropy, true>(reader, out, d, first, last, g);
   } else {
-    for (u32 i = first; i < last; i += kTileVectors) write_vectors<T, kEntropy, false>(reader, out, d, i, g);
+    write_tiles<T, kEntropy, false>(reader, out, d, first, last, g);
   }
   if (ragged && threadIdx.x < d.ragged()) {
     const u32 c = d.ragged_column(threadIdx.x);

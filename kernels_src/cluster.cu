@@ -1,17 +1,24 @@
-// Forward for few rows: a cluster of 8 blocks shares one row (compute capability 9.0 and later).
+// Forward for few rows: a cluster of blocks shares one row (compute capability 9.0 and later).
 #include "forward_generic.cuh"
 
-#if __CUDA_ARCH__ >= 1000  // Blackwell code needs more registers
-constexpr int kClusterBound = 2;
+// Resident groups a multiprocessor. float64 and Blackwell code need more registers.
+#if __CUDA_ARCH__ >= 1000
+template <class T>
+constexpr int kClusterGroups = 4;
 #else
-constexpr int kClusterBound = 3;
+template <class T>
+constexpr int kClusterGroups = sizeof(typename T::Bits) == 8 ? 4 : 6;
 #endif
 
-#define LOGP_KERNELS(T, suffix)                                                                            \
-  extern "C" __global__ void __cluster_dims__(kClusterBlocks) __launch_bounds__(kClusterThreads, kClusterBound)        \
-      logp_forward_cluster_##suffix(const __grid_constant__ LogpParams p) {                                \
-    forward_row_per_cluster<T>(p);                                                                         \
+#define LOGP_KERNEL(T, suffix, blocks, groups)                                                                  \
+  extern "C" __global__ void __cluster_dims__(blocks) __launch_bounds__(groups * kGroup, kClusterGroups<T> / groups) \
+      logp_forward_cluster##blocks##_##suffix(const __grid_constant__ LogpParams p) {                            \
+    forward_row_per_cluster<T, blocks, groups>(p);                                                              \
   }
+#define LOGP_KERNELS(T, suffix) \
+  LOGP_KERNEL(T, suffix, 8, 2)  \
+  LOGP_KERNEL(T, suffix, 4, 1)  \
+  LOGP_KERNEL(T, suffix, 2, 1)
 
 LOGP_KERNELS(BF16, bf16)
 LOGP_KERNELS(F16, f16)

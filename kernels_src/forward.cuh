@@ -153,23 +153,38 @@ __device__ __forceinline__ void write_skipped_row(const LogpParams& p, u32 row) 
   for (u32 k = 0; k < p.num_ids; ++k) store_as(p.logp, row * p.num_ids + k, p.logp_dtype, Acc(0));
 }
 
-// Calls visit(v) with this thread's vectors of each tile in [first, last), in order.
+// This thread's vectors of a tile.
+template <class T, bool kAligned>
+__device__ __forceinline__ void load_tile(const RowReader<T>& reader, u32 tile, Vec16 (&v)[kVectors<T>]) {
+  constexpr u32 kColumns = kTileColumns<T>, kStep = kGroup * T::kVec;
+  const u32 c = tile * kColumns + threadIdx.x % kGroup * T::kVec;
+  // A shifted reader also touches the vector's neighbours, so the row's first tile is guarded too.
+  const bool whole = kAligned ? (tile + 1) * kColumns <= reader.vocab_size
+                              : tile > 0 && (tile + 1) * kColumns + T::kVec <= reader.vocab_size;
+  if (whole) reader.template load<kAligned>(v, c, kStep);
+  else reader.template load_guarded<kAligned>(v, c, kStep);
+}
+
+// Calls visit(tile, v) with this thread's vectors of each tile in [first, last), in order. Where registers
+// allow, the next tile is on its way meanwhile.
 template <class T, bool kAligned, class Visit>
 __device__ __forceinline__ void visit_tiles(const RowReader<T>& reader, u32 first, u32 last, Visit visit) {
-  constexpr u32 kColumns = kTileColumns<T>, kStep = kGroup * T::kVec;
-  u32 c = first * kColumns + threadIdx.x % kGroup * T::kVec;
+  Vec16 v[kVectors<T>];
+  if constexpr (kAligned && sizeof(typename T::Bits) < 8) {
+    Vec16 next[kVectors<T>];
+    load_tile<T, kAligned>(reader, first, next);
 #pragma unroll 1
-  for (u32 tile = first; tile < last; ++tile, c += kColumns) {
-    // A shifted reader also touches the vector's neighbours, so the row's first tile is guarded too.
-    const bool whole = kAligned ? (tile + 1) * kColumns <= reader.vocab_size
-                                : tile > 0 && (tile + 1) * kColumns + T::kVec <= reader.vocab_size;
-    Vec16 v[kVectors<T>];
-    if (whole) {
+    for (u32 tile = first; tile < last; ++tile) {
 #pragma unroll
-      for (int j = 0; j < kVectors<T>; ++j) v[j] = reader.template load<kAligned>(c + j * kStep);
-    } else {
-      reader.template load_guarded<kAligned>(v, c, kStep);
+      for (int j = 0; j < kVectors<T>; ++j) v[j] = next[j];
+      if (tile + 1 < last) load_tile<T, kAligned>(reader, tile + 1, next);
+      visit(tile, v);
     }
-    visit(v);
+  } else {
+#pragma unroll 1
+    for (u32 tile = first; tile < last; ++tile) {
+      load_tile<T, kAligned>(reader, tile, v);
+      visit(tile, v);
+    }
   }
 }

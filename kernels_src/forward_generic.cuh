@@ -1,4 +1,5 @@
-// Logits straight from global memory into registers: one block (one group) a row, or one cluster of 8 blocks a row.
+// Logits straight from global memory into registers: one block (one group) a row, or a cluster of
+// blocks a row.
 //
 // OnlineScan reads the row once. TwoPassScan reads it twice (the second time partly from L2) and takes
 // every exponent from the row's maximum. Both give one leaf per warp and segment.
@@ -7,58 +8,61 @@
 
 template <class T, bool kAligned, bool kEntropy>
 struct OnlineScan {
-  using Acc = typename T::Acc;
+  using State = SoftmaxState<typename T::Acc>;
 
   __device__ __forceinline__ OnlineScan(const RowReader<T>&, const Segmentation&) {}
+  __device__ __forceinline__ State start() const { return State::empty(); }
 
-  __device__ __forceinline__ SoftmaxState<Acc> segment(const RowReader<T>& reader, u32 first, u32 last,
-                                                       Acc scale) const {
-    SoftmaxState<Acc> state = SoftmaxState<Acc>::empty();
-    visit_tiles<T, kAligned>(reader, first, last, [&](const auto& v) {
-      state.template add<T, kEntropy>(v, scale);
-    });
+  __device__ __forceinline__ void add(State& state, const Vec16 (&v)[kVectors<T>], typename T::Acc scale) const {
+    state.template add<T, kEntropy>(v, scale);
+  }
+  __device__ __forceinline__ void reduce(State& state, typename T::Acc scale) const {
     state.template reduce_warp<kEntropy>(scale);
-    return state;
   }
 };
 
 template <class T, bool kAligned, bool kEntropy>
 struct TwoPassScan {
   using Acc = typename T::Acc;
+  using State = SoftmaxState<Acc>;
   Acc top;
 
   __device__ __forceinline__ TwoPassScan(const RowReader<T>& reader, const Segmentation& seg)
       : top(-Math<Acc>::infinity()) {
     __shared__ Acc warp_top[kGroupWarps];
-    visit_tiles<T, kAligned>(reader, 0, seg.tiles, [&](const auto& v) { top = Math<Acc>::max(top, T::top(v)); });
-    top = SoftmaxState<Acc>::warp_max(top);
+    visit_tiles<T, kAligned>(reader, 0, seg.tiles, [&](u32, const auto& v) { top = Math<Acc>::max(top, T::top(v)); });
+    top = State::warp_max(top);
     if (threadIdx.x % kWarp == 0) warp_top[threadIdx.x / kWarp] = top;
     __syncthreads();
-    top = SoftmaxState<Acc>::warp_max(warp_top[threadIdx.x % kGroupWarps]);
+    top = State::warp_max(warp_top[threadIdx.x % kGroupWarps]);
   }
 
-  __device__ __forceinline__ SoftmaxState<Acc> segment(const RowReader<T>& reader, u32 first, u32 last,
-                                                       Acc scale) const {
-    const Acc ref = SoftmaxState<Acc>::reference(top);
-    SoftmaxState<Acc> state = {top, Acc(0), Acc(0)};
-    visit_tiles<T, kAligned>(reader, first, last, [&](const auto& v) {
-      state.template add_from<T, kEntropy>(v, ref, scale);
-    });
-    state.s = SoftmaxState<Acc>::warp_sum(state.s);
-    if constexpr (kEntropy) state.u = SoftmaxState<Acc>::warp_sum(state.u);
-    return state;
+  __device__ __forceinline__ State start() const { return {top, Acc(0), Acc(0)}; }
+
+  __device__ __forceinline__ void add(State& state, const Vec16 (&v)[kVectors<T>], Acc scale) const {
+    state.template add_from<T, kEntropy>(v, State::reference(top), scale);
+  }
+  __device__ __forceinline__ void reduce(State& state, Acc) const {
+    state.s = State::warp_sum(state.s);
+    if constexpr (kEntropy) state.u = State::warp_sum(state.u);
   }
 };
 
 // Scans segments [first, last) and hands each leaf to put(segment, state), on every lane.
-template <class Scan, class T, class Put>
+template <class Scan, bool kAligned, class T, class Put>
 __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const Segmentation& seg, u32 first,
                                               u32 last, typename T::Acc scale, Put put) {
   const Scan scan(reader, seg);
-  for (u32 s = first; s < last; ++s) {
-    const u32 begin = s * seg.tiles_per_segment;
-    put(s, scan.segment(reader, begin, min(begin + seg.tiles_per_segment, seg.tiles), scale));
-  }
+  auto state = scan.start();
+  u32 segment = first;
+  const u32 begin = first * seg.tiles_per_segment, end = min(last * seg.tiles_per_segment, seg.tiles);
+  visit_tiles<T, kAligned>(reader, begin, end, [&](u32 tile, const auto& v) {
+    scan.add(state, v, scale);
+    if (tile + 1 != end && tile + 1 != (segment + 1) * seg.tiles_per_segment) return;
+    scan.reduce(state, scale);
+    put(segment++, state);
+    state = scan.start();
+  });
 }
 
 // The same with alignment and entropy turned into compile-time facts, once a row.
@@ -66,11 +70,11 @@ template <template <class, bool, bool> class Scan, class T, class Put>
 __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const Segmentation& seg, u32 first,
                                               u32 last, typename T::Acc scale, bool entropy, Put put) {
   if (reader.shift == 0) {
-    if (entropy) scan_segments<Scan<T, true, true>>(reader, seg, first, last, scale, put);
-    else scan_segments<Scan<T, true, false>>(reader, seg, first, last, scale, put);
+    if (entropy) scan_segments<Scan<T, true, true>, true>(reader, seg, first, last, scale, put);
+    else scan_segments<Scan<T, true, false>, true>(reader, seg, first, last, scale, put);
   } else {
-    if (entropy) scan_segments<Scan<T, false, true>>(reader, seg, first, last, scale, put);
-    else scan_segments<Scan<T, false, false>>(reader, seg, first, last, scale, put);
+    if (entropy) scan_segments<Scan<T, false, true>, false>(reader, seg, first, last, scale, put);
+    else scan_segments<Scan<T, false, false>, false>(reader, seg, first, last, scale, put);
   }
 }
 
@@ -100,23 +104,20 @@ __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// For few rows: the groups of a cluster take one segment of the row each and put their leaves into block
-// 0's shared memory. Same leaves, same merge, same bits as one block a row.
-constexpr int kClusterBlocks = 8;
-constexpr int kClusterThreads = kMaxSegments / kClusterBlocks * kGroup;
-
-template <class T>
+// For few rows: a cluster of kBlocks blocks shares a row. Each of their groups takes an equal run of segments
+// and puts its leaves into block 0's shared memory. Same leaves, same merge, same bits as one block a row.
+template <class T, int kBlocks, int kGroups>
 __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   using Acc = typename T::Acc;
   __shared__ Leaves<Acc> leaves;
-  const u32 row = blockIdx.x / kClusterBlocks;
+  const u32 row = blockIdx.x / kBlocks;
   const u32 rank = cluster_rank();
   const RowIndex at(row, p.inner_rows);
   if (!is_active(p, row, at)) {
     if (rank == 0 && threadIdx.x == 0) write_skipped_row<Acc>(p, row);
     return;
   }
-  // Block 0 must be running before anyone writes into it; the wait comes after the scan.
+  // Block 0 must be running before anyone writes into it; the wait comes before the first write.
   cluster_arrive();
   const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
   const Acc inv_t = inverse_temperature<Acc>(p, at);
@@ -125,13 +126,17 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   const bool writer = rank == 0 && threadIdx.x < kWarp;
   TargetLogit<T> target;
   if (writer) target.prefetch(p, at);
-  const u32 mine = threadIdx.x / kGroup * kClusterBlocks + rank;
-  SoftmaxState<Acc> leaf = SoftmaxState<Acc>::empty();
-  if (mine < seg.segments)
-    scan_segments<OnlineScan>(reader, seg, mine, mine + 1, scale, p.entropy != nullptr,
-                              [&](u32, const SoftmaxState<Acc>& state) { leaf = state; });
-  cluster_wait();
-  if (mine < seg.segments && threadIdx.x % kWarp == 0) leaves.put_remote(0, leaf_index(mine), leaf);
+  const u32 each = (seg.segments + kBlocks * kGroups - 1) / (kBlocks * kGroups);
+  const u32 first = (threadIdx.x / kGroup * kBlocks + rank) * each;
+  bool waited = false;
+  if (first < seg.segments)
+    scan_segments<OnlineScan>(reader, seg, first, min(first + each, seg.segments), scale, p.entropy != nullptr,
+                              [&](u32 s, const SoftmaxState<Acc>& state) {
+                                if (!waited) cluster_wait();
+                                waited = true;
+                                if (threadIdx.x % kWarp == 0) leaves.put_remote(0, leaf_index(s), state);
+                              });
+  if (!waited) cluster_wait();
   cluster_arrive();
   if (!writer) return;
   cluster_wait();

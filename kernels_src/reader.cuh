@@ -23,10 +23,25 @@ struct RowReader {
     if constexpr (kAligned) {
       return *reinterpret_cast<const Vec16*>(row + c);
     } else {
-      const char* at = reinterpret_cast<const char*>(row + c) - shift;
-      const Vec16 lo = reinterpret_cast<const Vec16*>(at)[0];
-      const Vec16 hi = reinterpret_cast<const Vec16*>(at)[1];
-      return realign(lo, hi);
+      u32 w[1][8];
+      Vec16 v[1];
+      load_granules(c, w[0]);
+      realign(w, v);
+      return v[0];
+    }
+  }
+
+  // The same for vectors c, c + step, ...
+  template <bool kAligned, int kCount>
+  __device__ __forceinline__ void load(Vec16 (&v)[kCount], u32 c, u32 step) const {
+    if constexpr (kAligned) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) v[j] = load<true>(c + j * step);
+    } else {
+      u32 w[kCount][8];
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) load_granules(c + j * step, w[j]);
+      realign(w, v);
     }
   }
 
@@ -82,21 +97,38 @@ struct RowReader {
     return c != 0 && c < vocab_size && !is_inside<kAligned>(c);
   }
 
-  // Bytes [shift, shift + 16) of lo:hi, in three steps of constant register indices.
-  __device__ __forceinline__ Vec16 realign(const Vec16& lo, const Vec16& hi) const {
-    u32 w[8] = {lo.w[0], lo.w[1], lo.w[2], lo.w[3], hi.w[0], hi.w[1], hi.w[2], hi.w[3]};
-    const bool by8 = shift & 8u, by4 = shift & 4u;
+  // The two granules that hold the vector at c.
+  __device__ __forceinline__ void load_granules(u32 c, u32 (&w)[8]) const {
+    const char* at = reinterpret_cast<const char*>(row + c) - shift;
 #pragma unroll
-    for (int i = 0; i < 6; ++i) w[i] = by8 ? w[i + 2] : w[i];
-    if constexpr (sizeof(typename T::Bits) < 8) {
+    for (int i = 0; i < 2; ++i) {
+      const Vec16 v = reinterpret_cast<const Vec16*>(at)[i];
 #pragma unroll
-      for (int i = 0; i < 5; ++i) w[i] = by4 ? w[i + 1] : w[i];
+      for (int k = 0; k < 4; ++k) w[4 * i + k] = v.w[k];
     }
-    Vec16 v;
+  }
+
+  // Bytes [shift, shift + 16) of each pair. The shift is the same for the whole row, so one branch picks
+  // the words and only the bytes inside a word are shifted at run time.
+  template <int kCount>
+  __device__ __forceinline__ void realign(const u32 (&w)[kCount][8], Vec16 (&v)[kCount]) const {
+    switch (shift / 4) {
+      case 0: return take<0>(w, v);
+      case 1: return take<1>(w, v);
+      case 2: return take<2>(w, v);
+      default: return take<3>(w, v);
+    }
+  }
+
+  template <int kWord, int kCount>
+  __device__ __forceinline__ void take(const u32 (&w)[kCount][8], Vec16 (&v)[kCount]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      v.w[i] = sizeof(typename T::Bits) < 4 ? __funnelshift_r(w[i], w[i + 1], (shift & 3u) * 8u) : w[i];
-    return v;
+    for (int j = 0; j < kCount; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        v[j].w[i] = sizeof(typename T::Bits) < 4
+                        ? __funnelshift_r(w[j][i + kWord], w[j][i + kWord + 1], (shift & 3u) * 8u)
+                        : w[j][i + kWord];
   }
 
   static __device__ __forceinline__ Vec16 gather(const typename T::Bits* bits) {

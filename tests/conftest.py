@@ -74,16 +74,23 @@ def ran(monkeypatch):
 
 
 @pytest.fixture
-def without_clusters(monkeypatch):
-    """The selector as on a batch with many rows, so that small cases also reach the block-a-row kernel."""
+def only_kernel(monkeypatch):
+    """Call it with a symbol's middle part: the selector then knows that forward alone, for rows of any size."""
     from dataclasses import replace
 
     from fused_logp_hub import _launch, _manifest
 
-    shipped = _manifest.shipped()
-    kept = tuple(k for k in shipped.kernels if k.max_rows is None)
-    assert len(kept) < len(shipped.kernels)
-    reduced = replace(shipped, kernels=kept)
-    monkeypatch.setattr(_manifest, "shipped", lambda: reduced)
-    monkeypatch.setattr(_launch, "_plans", {})
-    monkeypatch.setattr(_launch, "_thresholds", lambda op: [])
+    def keep(part):
+        shipped = _manifest.shipped()
+        kept = tuple(
+            replace(k, max_rows=None, min_row_bytes=0)
+            for k in shipped.kernels
+            if k.op != "logp_forward" or f"_{part}_" in k.symbol
+        )
+        assert {k.op for k in kept} == {k.op for k in shipped.kernels}
+        reduced = replace(shipped, kernels=kept)
+        monkeypatch.setattr(_manifest, "shipped", lambda: reduced)
+        monkeypatch.setattr(_launch, "_plans", {})
+        monkeypatch.setattr(_launch, "_thresholds", reduced.thresholds)
+
+    return keep

@@ -98,7 +98,7 @@ def test_new_architecture_is_a_word_in_the_table(project, tmp_path):
     shipped = load_manifest(tmp_path / "out")
     arch = {}
     for capability in ((8, 9), (10, 0), (10, 3)):
-        facts = Facts(capability, 13000, "any", 16, 1)
+        facts = Facts(capability, 13000, "any", 16, 0, 0)
         arch[capability] = select_or_raise(shipped, "mark", "auto", facts).cubin.arch
     assert arch == {(8, 9): "sm_80", (10, 0): "sm_100f", (10, 3): "sm_103f"}
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.cases import ALL, CASES, Case, grid
-from support.kernels import SUFFIX, VARIANTS, Variant, assert_ran, tma_fits
+from support.kernels import AUTO, SUFFIX, VARIANTS, Variant, assert_ran, tma_fits
 from support.reference64 import (
     assert_gradient,
     assert_gradient_norm,
@@ -25,7 +25,7 @@ from fused_logp_hub import ArgumentError, NoMatchingKernelError, fused_logp, fus
 BACKWARD_VARIANTS = [
     Variant("cpu", "auto"),
     Variant("cuda", "reference"),
-    Variant("cuda", "auto", ("online", "cluster", "tma")),
+    AUTO,
 ]
 
 
@@ -64,8 +64,8 @@ class Run:
 @pytest.fixture
 def make_run(request):
     def make(case: Case, dtype: torch.dtype, variant: Variant) -> Run:
-        if not variant.few_rows:
-            request.getfixturevalue("without_clusters")
+        if variant.only:
+            request.getfixturevalue("only_kernel")(variant.only)
         return Run(case, dtype, variant)
 
     return make
@@ -345,7 +345,7 @@ def fuzz(device, leading, v, pad, offset, k, dtype, id_dtype, temperature, swap,
     g = torch.randn(ids.shape, device=device)
     h = torch.randn(x.shape[:-1], device=device)
     gradient = backward64(g, h, x, ids, **kwargs)
-    for kernel in [v.kernel for v in VARIANTS if v.device == device and v.few_rows]:
+    for kernel in dict.fromkeys(v.kernel for v in VARIANTS if v.device == device):
         if kernel == "tma" and not tma_fits(x, fused_logp_hub._problem.copy_reason(x) is not None):
             continue
         leaf = x.detach().requires_grad_()

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from support.kernels import Variant, assert_ran
+from support.kernels import AUTO, assert_ran
 from support.process import run_python
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.gpu
 
 KIB = 1 << 10
 SLACK = 2 << 20  # PyTorch's allocator may hand out 1 MiB more than a large tensor needs
-AUTO = Variant("cuda", "auto", ("online", "cluster", "tma"))
 
 
 def batch(n=64, v=50257, dtype=torch.bfloat16, device="cuda", seed=0):

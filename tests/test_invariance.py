@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.kernels import Variant, assert_ran, tma_fits
+from support.kernels import AUTO, ONLINE, Variant, assert_ran, tma_fits
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
 from torch import Tensor
 
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.gpu
 KERNELS = {
     v.kernel: v
     for v in (
-        Variant("cuda", "online", ("online", "cluster")),
+        ONLINE,
         Variant("cuda", "two_pass", ("two_pass",)),
         Variant("cuda", "tma", ("tma",)),
-        Variant("cuda", "auto", ("online", "cluster", "tma")),
+        AUTO,
     )
 }
 # Odd V put rows at every alignment (GPT-2, Qwen), 128256 is Llama's, 8192 is whole tiles, 1000 less than one.

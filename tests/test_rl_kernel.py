@@ -84,11 +84,11 @@ def assert_symbol(ran, name, dtype, logits):
     aligned = logits.shape[1] * logits.element_size() % 16 == 0
     parts = {
         "two_pass": ["two_pass"],
-        "online": ["online", "cluster"],
-        "sm90": ["online", "cluster"],
+        "online": ["online"],
+        "sm90": ["online"],
     }[kernel]
     if kernel == "sm90" and hopper and aligned:
-        parts = ["tma"] if len(logits) > 1000 else ["tma", "cluster"]
+        parts = ["tma"]
     assert symbol in [f"logp_forward_{part}_{SUFFIX[dtype]}" for part in parts]
 
 

@@ -31,8 +31,8 @@ def manifest(request):
     return SYNTHETIC if request.param == "synthetic" else installed()
 
 
-def facts(capability=(9, 0), driver=NEW_DRIVER, dtype="bfloat16", alignment=16, rows=1000) -> Facts:
-    return Facts(capability, driver, dtype, alignment, rows)
+def facts(capability=(9, 0), driver=NEW_DRIVER, dtype="bfloat16", alignment=16, rows=1000, row_bytes=256512) -> Facts:
+    return Facts(capability, driver, dtype, alignment, rows, row_bytes)
 
 
 def runs_there(arch: str, capability: tuple[int, int]) -> bool:
@@ -68,7 +68,7 @@ def test_s1_every_capability(manifest, capability, op):
                     assert runs_there(chosen.cubin.arch, capability), chosen
                     assert chosen.kernel.dtype in (at.dtype, "any")
                     assert alignment % chosen.kernel.alignment == 0
-                    assert chosen.kernel.auto
+                    assert chosen.kernel.auto_max_rows != 0
                     continue
                 with pytest.raises(NoMatchingKernelError) as error:
                     select_or_raise(manifest, op, "auto", at)
@@ -109,6 +109,8 @@ def test_what_must_be_supported():
         ("auto", facts(rows=1000), "tma", "sm90_tma"),
         ("auto", facts(rows=128), "online", "cluster"),
         ("auto", facts(rows=129), "tma", "sm90_tma"),
+        ("auto", facts(rows=1, row_bytes=65536), "online", "cluster"),
+        ("auto", facts(rows=1, row_bytes=65535), "tma", "sm90_tma"),
         ("auto", facts(alignment=8), "online", "generic"),
         ("auto", facts((8, 0)), "online", "generic"),
         ("auto", facts((8, 9), rows=1), "online", "generic"),
@@ -178,13 +180,17 @@ def test_grid(more, rows, blocks):
     assert kernel(0, "k", "generic", "bfloat16", **more).grid(rows, 256512, 132)[0] == blocks
 
 
-@pytest.mark.parametrize("rows", [1, 5, 263, 264, 265, 4096, 2**31 - 1])
+@pytest.mark.parametrize("rows", [1, 5, 263, 264, 265, 1055, 1056, 4096, 2**31 - 1])
 def test_grid_of_persistent_blocks(rows):
-    """At most two for each of 132 multiprocessors, none without a row, and no more turns than all would take."""
+    """Below four waves of two for each of 132 multiprocessors one wave of equal blocks, else four and more."""
     k = kernel(0, "k", "generic", "bfloat16", blocks_per_row=None, blocks_per_multiprocessor=2)
     blocks, _ = k.grid(rows, 256512, 132)
-    assert 1 <= blocks <= min(rows, 264)
-    assert -(-rows // blocks) == -(-rows // 264)
+    assert 1 <= blocks <= rows
+    if rows < 4 * 264:
+        assert blocks <= 264
+        assert -(-rows // blocks) == -(-rows // 264)
+    else:
+        assert 4 <= blocks / 264 < 9
 
 
 @pytest.mark.parametrize("row_bytes", [2, 8192, 8194, 256512, 2**32 + 2])
@@ -243,7 +249,7 @@ def test_trace():
     selection = select(SYNTHETIC, "logp_forward", "auto", facts((8, 6), alignment=2, rows=7))
     head, *lines = selection.trace().splitlines()
     assert head == (
-        "logp_forward, kernel='auto': capability 8.6, driver CUDA 13.2, bfloat16, rows aligned to 2 bytes, 7 rows"
+        "logp_forward, kernel='auto': capability 8.6, driver CUDA 13.2, bfloat16, 7 rows of 256512 bytes aligned to 2"
     )
     assert len(lines) == len(selection.verdicts) == 2 + 1 + 4 + 4
     assert lines[0] == ("  online (cluster_online_bfloat16, sm_90): rejected: sm_90 runs on capability 9.x with x >= 0")
@@ -263,10 +269,10 @@ def test_error_form_and_whole_trace():
     assert "\n".join(rest) == select(SYNTHETIC, "logp_forward", "auto", at).trace()
 
 
-def test_row_thresholds():
-    """Where selection can change with N, for the cache of plans."""
-    assert SYNTHETIC.row_thresholds("logp_forward") == [128]
-    assert SYNTHETIC.row_thresholds("logp_backward") == []
+def test_thresholds():
+    """Where selection can change with N and V, for the cache of plans."""
+    assert SYNTHETIC.thresholds("logp_forward") == ([128], [65535])
+    assert SYNTHETIC.thresholds("logp_backward") == ([], [])
 
 
 # ---- The environment variable.

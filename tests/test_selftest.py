@@ -18,10 +18,20 @@ import torch
 from support.driver import FakeDriver
 
 from fused_logp_hub import NoMatchingKernelError, _manifest, available_kernels
+from fused_logp_hub._selection import Facts, select_or_raise
 from fused_logp_hub.cli import main, probes, selftest
 from fused_logp_hub.cli.timing import median_times
 
+pytestmark = pytest.mark.usefixtures("short_on_cpu")
+TIMED_SHAPE = selftest.timed_shape
 BOUNDS = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 2e-6, "float64": 2e-6}
+
+
+@pytest.fixture
+def short_on_cpu(request, monkeypatch):
+    """The reference takes seconds for what a GPU is timed with."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(selftest, "timed_shape", lambda kernel: (8, 100))
 
 
 @pytest.fixture
@@ -33,7 +43,10 @@ def shipped():
 
 @pytest.fixture
 def gpus(shipped, monkeypatch):
-    """Two GPUs of capability 9.0 whose tensors are the CPU's."""
+    """Two GPUs of capability 9.0 whose tensors are the CPU's, and small: kernels for long rows take any."""
+    kernels = tuple(dataclasses.replace(k, min_row_bytes=0) for k in shipped.kernels)
+    small = dataclasses.replace(shipped, kernels=kernels)
+    monkeypatch.setattr(_manifest, "shipped", lambda: small)
     FakeDriver((9, 0), (9, 0)).install(monkeypatch.setattr)
     cpu, run_case, check_gpu = torch.device("cpu"), probes.run_case, selftest.check_gpu
 
@@ -75,6 +88,17 @@ def test_every_kernel_that_fits(shipped, capability):
     assert [c.symbol for c in checks] == [k.symbol for k in shipped.kernels if k.module in modules]
     assert {c.arch for c in checks} <= {c.arch for c in cubins}
     assert_right(map(dataclasses.asdict, checks))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 3), (12, 0)], ids=str)
+def test_what_is_timed_is_the_kernel(shipped, capability):
+    """Asked for by name, logits of that shape run this kernel and not another of its name."""
+    for kernel in shipped.kernels:
+        if kernel.op == "logp_forward" and shipped.closest(kernel.module, capability, 13000):
+            rows, vocab_size = TIMED_SHAPE(kernel)
+            size = vocab_size * getattr(torch, kernel.dtype).itemsize
+            facts = Facts(capability, 13000, kernel.dtype, 16, rows, size)
+            assert select_or_raise(shipped, kernel.op, kernel.name, facts).kernel is kernel
 
 
 def test_kernel_that_no_call_reaches(shipped):

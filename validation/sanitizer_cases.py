@@ -17,23 +17,27 @@ import fused_logp_hub
 from fused_logp_hub import NoMatchingKernelError, fused_logp
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# one vector and less, a ragged tile, several tiles and segments, odd lengths at every alignment
-SHAPES = ((3, 1), (5, 7), (9, 1000), (70, 1027), (3, 8192), (2, 20011))
+# one vector and less, a ragged tile, several tiles and segments, odd lengths at every alignment; clusters of 8 and 4
+SHAPES = ((3, 1), (5, 7), (9, 1000), (70, 1027), (3, 8192), (2, 20011), (2, 60001), (48, 25000))
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 
 
+def run(logits: torch.Tensor, ids: torch.Tensor, kernel: str, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """logp and the gradient at the logits, on the CPU."""
+    x = logits.detach().requires_grad_()
+    result = fused_logp(x, ids, kernel=kernel, return_entropy=True, return_lse=True, **options)
+    (result.logp.sum() + result.entropy.sum()).backward()
+    return result.logp.detach().cpu(), x.grad.cpu()
+
+
 def check(logits: torch.Tensor, ids: torch.Tensor, kernel: str, **options: object) -> bool:
-    """Forward and backward by a kernel, against the reference; False if it does not fit these logits."""
-    grads = []
-    for name in (kernel, "reference"):
-        x = logits.detach().requires_grad_()
-        try:
-            result = fused_logp(x, ids, kernel=name, return_entropy=True, return_lse=True, **options)
-        except NoMatchingKernelError:
-            return False
-        (result.logp.sum() + result.entropy.sum()).backward()
-        grads.append((result.logp.detach(), x.grad))
-    (logp, grad), (expected, expected_grad) = grads
+    """Forward and backward by a kernel, against the reference on the CPU; False if it does not fit these logits."""
+    try:
+        logp, grad = run(logits, ids, kernel, **options)
+    except NoMatchingKernelError:
+        return False
+    on_cpu = {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
+    expected, expected_grad = run(logits.cpu(), ids.cpu(), "reference", **on_cpu)
     torch.testing.assert_close(logp, expected, atol=1e-5, rtol=1e-6)
     bound = TOLERANCE[logits.dtype]
     torch.testing.assert_close(grad, expected_grad, atol=bound, rtol=bound)
@@ -71,6 +75,6 @@ def main(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int], ...]) -
 
 if __name__ == "__main__":
     if "--few" in sys.argv:  # for the tools that slow everything down
-        main(DTYPES[:1], ((5, 7), (3, 8192), (3, 20011)))
+        main(DTYPES[:1], ((5, 7), (3, 8192), (3, 20011), (3, 60001), (48, 25000)))
     else:
         main(DTYPES, SHAPES)

@@ -83,7 +83,7 @@ def _show_gpu(gpu: GpuFacts, shown: dict[str, int], console: Console) -> None:
     if same != gpu.index:
         console.print(f"  selection as on GPU {same}, result: {_result(gpu.cases)}", soft_wrap=True)
         return
-    columns = ("rows are", "rows", "dtypes", "forward", "backward", "result", "why this forward")
+    columns = ("rows are", "rows", "row bytes", "dtypes", "forward", "backward", "result", "why this forward")
     table = make_table(*columns)
     all_dtypes = len({case.dtype for case in gpu.cases})
     for cases in _alike(gpu.cases):
@@ -92,7 +92,7 @@ def _show_gpu(gpu: GpuFacts, shown: dict[str, int], console: Console) -> None:
         dtypes = "all" if len(cases) == all_dtypes else " ".join(case.dtype for case in cases)
         kernels = (str(first.forward), str(first.backward))
         why = first.forward.why
-        table.add_row(aligned, first.rows_label, dtypes, *kernels, _result(cases), why)
+        table.add_row(aligned, first.rows_label, first.row_bytes_label, dtypes, *kernels, _result(cases), why)
     if any(case.selected for case in gpu.cases):
         console.print(table)
 
@@ -112,7 +112,7 @@ def _alike(cases: list[Case]) -> list[list[Case]]:
     groups: dict[tuple[str, ...], list[Case]] = {}
     for case in cases:
         chosen = (str(case.forward), str(case.backward), case.forward.why)
-        key = (str(case.alignment == 16), case.rows_label, *chosen)
+        key = (str(case.alignment == 16), case.rows_label, case.row_bytes_label, *chosen)
         groups.setdefault(key, []).append(case)
     return list(groups.values())
 

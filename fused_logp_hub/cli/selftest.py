@@ -1,7 +1,7 @@
 """`doctor --selftest`: every shipped kernel that fits a GPU, or the CPU's reference: its error and its speed.
 
-Errors are those of the doctor's cases that run the kernel: small inputs of every alignment and number of rows that
-it is selected for. The time is that of one larger input, so that it says something of the memory's bandwidth.
+Errors are those of the doctor's cases that run the kernel: the smallest inputs of each alignment that it is selected
+for. The time is that of one larger input, so that it says something of the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from fused_logp_hub.cli.probes import Case
 from fused_logp_hub.cli.timing import Call, median_times
 
 _SAMPLES = 20
-_TIMED = {"cuda": (1024, 16384), "cpu": (64, 1000)}  # rows, vocabulary
+_ROWS, _VOCAB_SIZE = 1024, 16384  # what is timed on a GPU, where the kernel is for such rows
+_REFERENCE_SHAPE = (64, 1000)
 
 
 @dataclass
@@ -83,9 +84,8 @@ def check_gpu(manifest: Manifest, device: torch.device, capability: tuple[int, i
         cubin = manifest.closest(kernel.module, capability, driver_cuda)
         if cubin is None:
             continue
-        rows, vocab_size = _TIMED[device.type]
         cases = cases_of(manifest, kernel, capability, driver_cuda)
-        subject = _Subject(kernel.op, kernel.name, kernel.dtype, cases, device, kernel.max_rows or rows, vocab_size)
+        subject = _Subject(kernel.op, kernel.name, kernel.dtype, cases, device, *timed_shape(kernel))
         checks.append(_check(subject, kernel.symbol, cubin.arch))
     return checks
 
@@ -94,7 +94,7 @@ def check_reference() -> list[Check]:
     """The forward and backward of CPU tensors."""
     device = torch.device("cpu")
     return [
-        _check(_Subject(op, _selection.REFERENCE, dtype, [probes.reference_case(dtype)], device, *_TIMED["cpu"]))
+        _check(_Subject(op, _selection.REFERENCE, dtype, [probes.reference_case(dtype)], device, *_REFERENCE_SHAPE))
         for dtype in probes.GRAD_BOUNDS
         for op in (probes.FORWARD, probes.BACKWARD)
     ]
@@ -115,6 +115,12 @@ def cases_of(manifest: Manifest, kernel: KernelRow, capability: tuple[int, int],
             f"{kernel.symbol}: expected a call that runs it, got none; another kernel hides it. Report this as a bug."
         )
     return cases
+
+
+def timed_shape(kernel: KernelRow) -> tuple[int, int]:
+    """Rows and vocabulary that the kernel is meant for, no smaller than need be."""
+    item_bytes = 1 if kernel.dtype == "any" else int(getattr(torch, kernel.dtype).itemsize)
+    return kernel.max_rows or _ROWS, max(_VOCAB_SIZE, -(-kernel.min_row_bytes // 16) * 16 // item_bytes)
 
 
 def _check(subject: _Subject, symbol: str | None = None, arch: str | None = None) -> Check:

@@ -18,23 +18,25 @@ class Variant:
     device: str
     kernel: str
     forward: tuple[str, ...] = ()
-    few_rows: bool = True
-    """False: select as for many rows, so that small cases reach the block-a-row kernel too."""
+    only: str | None = None
+    """The one forward that the selector then knows, whatever rows it is meant for, by its symbol's middle part."""
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         return [pytest.mark.gpu] if self.device == "cuda" else []
 
     def __str__(self) -> str:
-        return f"{self.device}-{self.kernel}" + ("" if self.few_rows else "-many")
+        return f"{self.device}-{self.kernel}" + (f"-{self.only}" if self.only else "")
 
 
+CLUSTERS = ("cluster8", "cluster4", "cluster2")
+AUTO = Variant("cuda", "auto", ("online", "tma", *CLUSTERS))
+ONLINE = Variant("cuda", "online", ("online", *CLUSTERS))
 VARIANTS = [
     Variant("cpu", "auto"),
     Variant("cuda", "reference"),
-    Variant("cuda", "auto", ("online", "cluster", "tma")),
-    Variant("cuda", "online", ("online", "cluster")),
-    Variant("cuda", "online", ("online",), few_rows=False),
+    AUTO,
+    *(Variant("cuda", "online", (part,), only=part) for part in ("online", *CLUSTERS)),
     Variant("cuda", "two_pass", ("two_pass",)),
     Variant("cuda", "tma", ("tma",)),
 ]
