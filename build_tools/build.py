@@ -93,7 +93,7 @@ def _targets(table: KernelTable, architectures: Collection[str] | None) -> Itera
     for module in table.modules:
         for name in module.architectures:
             if architectures is None or name in architectures:
-                yield module, Architecture.parse(name)
+                yield module, table.architecture(name)
 
 
 def _write(out: Path, images: dict[str, bytes], manifest: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Architecture:
     name: str
     capability: tuple[int, int]
     match: str
+    family: tuple[tuple[int, int], ...] = ()
+    """All it runs on, if that is a family."""
 
     @classmethod
     def parse(cls, name: str) -> Architecture:
@@ -51,15 +53,18 @@ class ElfRule:
     """What compilers of one range of CUDA releases write, and the oldest driver that loads it."""
 
     cuda: tuple[str, str]
-    architectures: tuple[str, ...]
     osabi: int
     abi: int
     min_cuda: int
     min_driver: str
+    before: str | None = None
+    """The first architecture that it does not hold for; None: it holds for all."""
 
     def covers(self, cuda: tuple[int, int], architecture: str) -> bool:
         first, last = (_release(text) for text in self.cuda)
-        return first <= cuda <= last and architecture in self.architectures
+        capability = Architecture.parse(architecture).capability
+        is_before = self.before is None or capability < Architecture.parse(self.before).capability
+        return first <= cuda <= last and is_before
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,17 @@ class KernelTable:
     flags: tuple[str, ...]
     compilers: dict[str, CompilerPin]
     elf_rules: tuple[ElfRule, ...]
+    families: dict[str, tuple[str, ...]]
     modules: tuple[Module, ...]
     kernels: tuple[Kernel, ...]
+
+    def architecture(self, name: str) -> Architecture:
+        """Returns the architecture with its family; TableError when the name is none."""
+        parsed = Architecture.parse(name)
+        if parsed.match != "family":
+            return parsed
+        listed = tuple(_release(text) for text in self.families.get(name, ()))
+        return replace(parsed, family=listed or (parsed.capability,))
 
     def elf_rule(self, compiler_version: str, architecture: str) -> ElfRule:
         """Returns the rule for what this compiler writes; TableError when there is none."""
@@ -124,6 +138,7 @@ def load_table(path: Path = TABLE_PATH) -> KernelTable:
             flags=tuple(data["compile"]["flags"]),
             compilers={name: CompilerPin(**_tuples(row)) for name, row in data["compilers"].items()},
             elf_rules=tuple(ElfRule(**_tuples(row)) for row in data["elf_rules"]),
+            families=_tuples(data["families"]),
             modules=tuple(Module(**_tuples(row)) for row in data["modules"]),
             kernels=tuple(
                 kernel
@@ -170,7 +185,7 @@ def _expand(row: dict[str, Any], priority: int, suffixes: dict[str, str]) -> lis
 def _check(table: KernelTable) -> None:
     for module in table.modules:
         for architecture in module.architectures:
-            Architecture.parse(architecture)
+            table.architecture(architecture)
     modules = [module.name for module in table.modules]
     seen: set[tuple[str, str]] = set()
     for kernel in table.kernels:

@@ -28,6 +28,7 @@ def cubin_row(module: Module, architecture: Architecture, rule: ElfRule, compila
         "arch": architecture.name,
         "match": architecture.match,
         "capability": list(architecture.capability),
+        "family": [list(capability) for capability in architecture.family],
         "sha256": hashlib.sha256(compilation.image).hexdigest(),
         "size": len(compilation.image),
         "elf_osabi": rule.osabi,

@@ -6,6 +6,7 @@ Importing it does not touch CUDA. Work happens on first use, once per device, un
 * Each launch runs in the primary context of the tensor's device, which is pushed when another one (or
   none, as on autograd's threads) is current. Contexts of other devices are never created.
 * Nothing is unloaded at exit: the driver may be gone by then.
+* A forked child starts from nothing: what its parent initialised does not work there, and cuInit says so.
 
 The launch itself goes through ctypes: one call with two prepared buffers costs half of what the typed
 binding costs, and it is on the path of every token batch.
@@ -14,21 +15,22 @@ binding costs, and it is on the path of every token batch.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver as cuda
 
+from fused_logp_hub._advice import advice
 from fused_logp_hub._errors import DriverError
 from fused_logp_hub._manifest import Cubin, KernelRow, Manifest
 from fused_logp_hub._params import MAX_PARAMS_BYTES
 
 _lock = threading.RLock()
 _devices: dict[int, Device] = {}
-_libraries: dict[Path, Any] = {}
+_libraries: dict[str, Any] = {}  # by checksum
 _libcuda: ctypes.CDLL | None = None
 
 
@@ -51,6 +53,17 @@ class _Arguments(threading.local):
 
 
 _arguments = _Arguments()
+
+
+def _forget() -> None:
+    global _lock, _libcuda
+    _lock = threading.RLock()  # another thread of the parent may have held it
+    _libcuda = None
+    _devices.clear()
+    _libraries.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def libcuda() -> ctypes.CDLL:
@@ -88,6 +101,18 @@ def device_count() -> int:
     return int(_check(cuda.cuDeviceGetCount(), "cuDeviceGetCount"))
 
 
+def active_devices() -> list[int]:
+    """The devices whose primary context exists; makes none."""
+    active = []
+    for ordinal in range(device_count()):
+        handle = _check(cuda.cuDeviceGet(ordinal), "cuDeviceGet", device=ordinal)
+        state = cuda.cuDevicePrimaryCtxGetState(handle)
+        _check(state, "cuDevicePrimaryCtxGetState", device=ordinal)
+        if state[2]:
+            active.append(ordinal)
+    return active
+
+
 class Function:
     """A kernel that is ready to launch on one device."""
 
@@ -102,8 +127,7 @@ class Function:
 
     def launch(self, grid: int, stream: int, layout: struct.Struct, values: Sequence[Any]) -> None:
         """Pack the parameters and launch on a raw stream of this device; DriverError names the symbol."""
-        library = _libcuda
-        assert library is not None  # a Function exists only after libcuda()
+        library = _libcuda or libcuda()  # None in a forked child, where libcuda() raises
         arguments = _arguments
         layout.pack_into(arguments.buffer, 0, *values)
         _CONFIG.pack_into(arguments.config, 0, grid, 1, 1, self.threads, 1, 1, self.shared_memory, stream, 0, 0)
@@ -139,7 +163,7 @@ class Device:
         self.name = name.split(b"\0")[0].decode()
         context = cuda.cuDevicePrimaryCtxRetain(self.handle)
         self.context = int(_check(context, "cuDevicePrimaryCtxRetain", device=ordinal))
-        self._functions: dict[tuple[Path, str], Function] = {}
+        self._functions: dict[tuple[str, str], Function] = {}
 
     def _attribute(self, attribute: Any) -> int:
         value = cuda.cuDeviceGetAttribute(attribute, self.handle)
@@ -155,7 +179,7 @@ class Device:
 
     def function(self, manifest: Manifest, kernel: KernelRow, cubin: Cubin) -> Function:
         """The kernel on this device, loaded on first use."""
-        key = (manifest.directory / cubin.file, kernel.symbol)
+        key = (cubin.sha256, kernel.symbol)
         found = self._functions.get(key)
         if found is None:
             with _lock:
@@ -165,7 +189,7 @@ class Device:
 
     def has(self, manifest: Manifest, kernel: KernelRow, cubin: Cubin) -> bool:
         """Whether `function` would load nothing."""
-        return (manifest.directory / cubin.file, kernel.symbol) in self._functions
+        return (cubin.sha256, kernel.symbol) in self._functions
 
     def _load(self, manifest: Manifest, kernel: KernelRow, cubin: Cubin) -> Function:
         library = _library(manifest, cubin, self.ordinal)
@@ -190,12 +214,11 @@ def device(ordinal: int) -> Device:
 
 
 def _library(manifest: Manifest, cubin: Cubin, ordinal: int) -> Any:
-    path = manifest.directory / cubin.file
-    found = _libraries.get(path)
+    found = _libraries.get(cubin.sha256)
     if found is None:
         data = manifest.read_cubin(cubin)
         loaded = cuda.cuLibraryLoadData(data, [], [], 0, [], [], 0)
-        found = _libraries[path] = _check(loaded, "cuLibraryLoadData", cubin.file, ordinal)
+        found = _libraries[cubin.sha256] = _check(loaded, "cuLibraryLoadData", cubin.file, ordinal)
     return found
 
 
@@ -210,5 +233,5 @@ def _check(result: Any, call: str, symbol: str = "", device: int | None = None) 
     where += f" on device {device}" if device is not None else ""
     raise DriverError(
         f"{call}{where}: expected success, got {(name or b'unknown').decode()} ({int(status)}): "
-        f"{(text or b'no description').decode()}. Run `fused-logp-hub doctor`."
+        f"{(text or b'no description').decode()}. {advice(int(status))}"
     )

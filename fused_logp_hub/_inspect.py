@@ -87,9 +87,7 @@ def available_kernels(device: int | str | torch.device | None = None) -> list[Av
     rows = []
     for kernel in manifest.kernels:
         for cubin in manifest.cubins_of(kernel.module):
-            usable = None
-            if on is not None:
-                usable = cubin.mismatch(on.capability) is None and on.driver_cuda >= cubin.min_cuda
+            usable = None if on is None else cubin.runs_on(on.capability, on.driver_cuda)
             registers = cubin.symbols[kernel.symbol]["registers"]
             rows.append(
                 AvailableKernel(
@@ -115,16 +113,19 @@ def preload(device: int | str | torch.device | None = None) -> None:
         facts = _selection.Facts(on.capability, on.driver_cuda, dtype, 16, 0, 0)
         _selection.select_or_raise(manifest, op, _selection.AUTO, facts)
     for kernel in manifest.kernels:
-        for cubin in manifest.cubins_of(kernel.module):
-            if cubin.mismatch(on.capability) is None and on.driver_cuda >= cubin.min_cuda:
-                on.function(manifest, kernel, cubin)
+        cubin = manifest.closest(kernel.module, on.capability, on.driver_cuda)
+        if cubin is not None:
+            on.function(manifest, kernel, cubin)
 
 
 def preload_if_initialized() -> None:
-    """At import: load now if PyTorch already runs CUDA; a GPU that nothing fits is no reason to fail an import."""
-    if torch.cuda.is_initialized():  # is_available would initialise the driver, and break a later fork
-        with contextlib.suppress(KernelUnavailableError):
-            preload()
+    """At import: load now on the GPUs that PyTorch already uses; one that nothing fits does not fail the import."""
+    if not torch.cuda.is_initialized():  # is_available would initialise the driver, and break a later fork
+        return
+    with contextlib.suppress(KernelUnavailableError):
+        for index in _driver.active_devices():
+            with contextlib.suppress(KernelUnavailableError):
+                preload(index)
 
 
 def _ordinal(device: int | str | torch.device | None) -> int:

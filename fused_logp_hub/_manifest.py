@@ -10,19 +10,21 @@ import json
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 from fused_logp_hub._errors import CubinError
 from fused_logp_hub._version import __version__
 
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
 FORMAT = 1
-CUBIN_DIR = Path(__file__).parent / "cubins"
+CUBIN_DIR: Traversable = files("fused_logp_hub") / "cubins"  # a folder, or inside a zip archive
 # Measured on an H200, 2026-11-29: with fewer, the last one is too empty to let the scheduler balance.
 MANY_WAVES = 4
 REINSTALL = "Reinstall fused-logp-hub."
-# What a family-specific ("f") architecture runs on. 10.1 belongs to a family of its own.
-FAMILIES = {(10, 0): ((10, 0), (10, 3)), (12, 0): ((12, 0), (12, 1))}
+_CLOSEST_FIRST = ("exact", "family", "minor")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Cubin:
     module: str
     arch: str
     match: str
-    """minor: same major and at least this minor; family: see FAMILIES; exact: this capability only."""
+    """minor: same major and at least this minor; family: what `family` lists; exact: this capability only."""
     capability: tuple[int, int]
     sha256: str
     size: int
@@ -41,6 +43,7 @@ class Cubin:
     """Smallest cuDriverGetVersion that loads this ELF ABI, such as 12000."""
     min_driver: str
     symbols: dict[str, dict[str, int]]
+    family: tuple[tuple[int, int], ...] = ()
 
     def mismatch(self, capability: tuple[int, int]) -> str | None:
         """Why this cubin does not run on a device of that capability; None if it does."""
@@ -49,13 +52,16 @@ class Cubin:
             fits = capability == self.capability
             rule = f"exactly {major}.{minor}"
         elif self.match == "family":
-            family = FAMILIES.get(self.capability, (self.capability,))
-            fits = capability in family
-            rule = " or ".join(f"{a}.{b}" for a, b in family)
+            fits = capability in self.family
+            rule = " or ".join(f"{a}.{b}" for a, b in self.family)
         else:
             fits = capability[0] == major and capability[1] >= minor
             rule = f"{major}.x with x >= {minor}"
         return None if fits else f"{self.arch} runs on capability {rule}"
+
+    def runs_on(self, capability: tuple[int, int], driver_cuda: int) -> bool:
+        """Whether a device of that capability loads and runs it under that driver."""
+        return self.mismatch(capability) is None and driver_cuda >= self.min_cuda
 
 
 @dataclass(frozen=True)
@@ -102,13 +108,15 @@ class KernelRow:
 class Manifest:
     """The manifest of one build."""
 
-    directory: Path
+    directory: Traversable
     package_version: str
     source_commit: str
     dirty: bool
     compiler: dict[str, Any]
     cubins: tuple[Cubin, ...]
+    """Of several that run on a GPU, the closest to it comes first."""
     kernels: tuple[KernelRow, ...]
+    """In order of priority."""
 
     def thresholds(self, op: str) -> tuple[list[int], list[int]]:
         """Where selection for an op can change: the last numbers of rows, and the last row sizes, ascending."""
@@ -118,6 +126,10 @@ class Manifest:
 
     def cubins_of(self, module: str) -> list[Cubin]:
         return [c for c in self.cubins if c.module == module]
+
+    def closest(self, module: str, capability: tuple[int, int], driver_cuda: int) -> Cubin | None:
+        """The module's cubin that a device runs; None if none fits."""
+        return next((c for c in self.cubins_of(module) if c.runs_on(capability, driver_cuda)), None)
 
     def architectures(self) -> str:
         """The shipped architectures, for messages."""
@@ -138,7 +150,7 @@ class Manifest:
         return data
 
 
-def load_manifest(directory: Path) -> Manifest:
+def load_manifest(directory: Traversable) -> Manifest:
     """Read and check ``directory/manifest.json``; CubinError names the file and what is wrong."""
     path = directory / "manifest.json"
     try:
@@ -161,7 +173,7 @@ def load_manifest(directory: Path) -> Manifest:
             source_commit=raw["source_commit"],
             dirty=raw["dirty"],
             compiler=raw["compiler"],
-            cubins=tuple(_cubin(c) for c in raw["cubins"]),
+            cubins=tuple(sorted((_cubin(c) for c in raw["cubins"]), key=_distance)),
             kernels=tuple(sorted((KernelRow(**k) for k in raw["kernels"]), key=lambda k: k.priority)),
         )
     except (KeyError, TypeError) as error:
@@ -171,7 +183,14 @@ def load_manifest(directory: Path) -> Manifest:
 def _cubin(raw: dict[str, Any]) -> Cubin:
     fields = {name: raw[name] for name in Cubin.__dataclass_fields__}
     fields["capability"] = tuple(fields["capability"])
+    fields["family"] = tuple(tuple(capability) for capability in fields["family"])
     return Cubin(**fields)
+
+
+def _distance(cubin: Cubin) -> tuple[int, int, int]:
+    """Ascending, the order in which cubins are tried."""
+    major, minor = cubin.capability
+    return -major, -minor, _CLOSEST_FIRST.index(cubin.match)
 
 
 @lru_cache(maxsize=1)

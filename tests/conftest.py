@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
@@ -38,6 +39,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def time_limit():
+    """A hang is a failure, not a job that never ends; subprocesses have shorter limits of their own."""
+
+    def stop(*_):
+        raise TimeoutError("expected an end within 600 s, got none")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(600)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

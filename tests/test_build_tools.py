@@ -15,6 +15,9 @@ from build_tools import errors, manifest
 from build_tools.build import build
 from build_tools.compilers import ENVIRONMENT_VARIABLE, select_compiler
 from build_tools.kernel_table import ROOT, Architecture, load_table
+from fused_logp_hub import __version__
+from fused_logp_hub._manifest import load_manifest
+from fused_logp_hub._selection import Facts, select_or_raise
 
 
 @pytest.fixture
@@ -63,6 +66,41 @@ def test_match_rule_follows_the_architecture_name():
         "sm_90a": ((9, 0), "exact"),
         "sm_100f": ((10, 0), "family"),
     }
+
+
+@pytest.mark.parametrize(
+    ("release", "architecture", "abi"),
+    [("12.9.86", "sm_89", 7), ("12.9.86", "sm_103f", 8), ("12.4.127", "sm_90a", 7), ("13.0.88", "sm_80", 8)],
+)
+def test_rule_for_an_architecture_that_is_not_named(release, architecture, abi):
+    assert load_table().elf_rule(release, architecture).abi == abi
+
+
+def test_family_is_data():
+    """As listed; an architecture without a row runs on its own capability alone."""
+    table = dataclasses.replace(load_table(), families={"sm_100f": ("10.0", "10.3")})
+    assert table.architecture("sm_100f").family == ((10, 0), (10, 3))
+    assert table.architecture("sm_103f").family == ((10, 3),)
+    assert table.architecture("sm_90a").family == ()
+
+
+def test_new_architecture_is_a_word_in_the_table(project, tmp_path):
+    """docs/adding-a-kernel.md: compiled, gated, and selected where it is the closest, with nothing else touched."""
+    path = project / "build_tools" / "kernels.toml"
+    text = path.read_text(encoding="utf-8")
+    assert '"sm_103f"' not in text
+    path.write_text(text.replace('"sm_80", "sm_100f"]', '"sm_80", "sm_100f", "sm_103f"]'), encoding="utf-8")
+    written = build_project(project, tmp_path / "out")
+    written["package_version"] = __version__
+    for row in written["kernels"]:
+        row.pop("lanes", None)  # a key that only this small project knows
+    (tmp_path / "out" / "manifest.json").write_text(manifest.manifest_text(written), encoding="utf-8")
+    shipped = load_manifest(tmp_path / "out")
+    arch = {}
+    for capability in ((8, 9), (10, 0), (10, 3)):
+        facts = Facts(capability, 13000, "any", 16, 0, 0)
+        arch[capability] = select_or_raise(shipped, "mark", "auto", facts).cubin.arch
+    assert arch == {(8, 9): "sm_80", (10, 0): "sm_100f", (10, 3): "sm_103f"}
 
 
 def test_release_without_a_rule():

@@ -141,7 +141,7 @@ def test_doctor_with_a_gpu_that_nothing_fits(capsys, cubins, gpus, errors):
     assert [gpu["usable"] for gpu in facts["gpus"]] == [False, True]
     (problem,) = facts["problems"]
     assert problem.startswith("GPU 0 (Test GPU, capability 7.5): expected a kernel for every case")
-    assert "online (generic) is built for sm_80, sm_90, sm_120" in problem
+    assert "online (generic) is built for sm_120, sm_90, sm_80" in problem
 
 
 def test_doctor_with_an_old_driver(capsys, cubins, gpus):

@@ -40,6 +40,7 @@ def contents() -> dict:
                 "arch": "sm_90",
                 "match": "minor",
                 "capability": [9, 0],
+                "family": [],
                 "sha256": hashlib.sha256(IMAGE).hexdigest(),
                 "size": len(IMAGE),
                 "elf_osabi": 0x33,
@@ -74,6 +75,36 @@ def test_good(folder):
     assert [k.priority for k in manifest.kernels] == [0, 3]
     assert manifest.kernels[0].auto_max_rows is None
     assert manifest.architectures() == "sm_90"
+
+
+@pytest.mark.parametrize(
+    ("capability", "tried"),
+    [
+        ((8, 9), ["sm_89", "sm_86", "sm_80"]),
+        ((8, 6), ["sm_86", "sm_80"]),
+        ((10, 0), ["sm_100f"]),
+        ((10, 3), ["sm_103a", "sm_103f", "sm_103", "sm_100f"]),
+    ],
+)
+def test_closest_cubin_first(folder, capability, tried):
+    """Whatever the order in the table: an architecture that is added is used on the GPUs it was added for."""
+    rules = {"": "minor", "a": "exact", "f": "family"}
+    raw = contents()
+    raw["cubins"] = [
+        {
+            **raw["cubins"][0],
+            "arch": arch,
+            "capability": [int(arch[3:-1]), int(arch[-1])] if arch[-1].isdigit() else [int(arch[3:-2]), int(arch[-2])],
+            "match": rules[arch[-1] if arch[-1] in rules else ""],
+            "family": {"sm_100f": [[10, 0], [10, 3]], "sm_103f": [[10, 3]]}.get(arch, []),
+        }
+        for arch in ("sm_80", "sm_86", "sm_89", "sm_100f", "sm_103", "sm_103a", "sm_103f")
+    ]
+    write(folder, raw)
+    manifest = load_manifest(folder)
+    assert [c.arch for c in manifest.cubins if c.runs_on(capability, 13000)] == tried
+    assert manifest.closest("generic", capability, 13000).arch == tried[0]
+    assert manifest.closest("generic", (7, 5), 13000) is None
 
 
 # ---- The cubin.

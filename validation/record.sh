@@ -40,6 +40,7 @@ record memcheck "$sanitize --tool memcheck $ours python3 validation/sanitizer_ca
 record racecheck "$sanitize --tool racecheck $ours python3 validation/sanitizer_cases.py --few" 4
 record synccheck "$sanitize --tool synccheck $ours python3 validation/sanitizer_cases.py --few" 4
 record initcheck "$sanitize --tool initcheck python3 validation/sanitizer_cases.py --few" 4
+[[ -n ${ONLY:-} && " $ONLY " != *" selftest "* ]] || python3 -P -m fused_logp_hub doctor --selftest --json > "$prefix.selftest.json"
 record doctor "python3 -P -m fused_logp_hub doctor" 60
 record demo "python3 -P -m fused_logp_hub demo" 30
 record example "python3 examples/score_qwen.py --batch 32" 12

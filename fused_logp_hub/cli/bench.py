@@ -8,8 +8,6 @@ and written.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +21,7 @@ from fused_logp_hub._api import LogpResult, fused_logp, fused_logp_backward
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._inspect import explain_selection
 from fused_logp_hub.cli.console import make_console, make_table, print_error
+from fused_logp_hub.cli.timing import Call, median_times
 
 HELP = "time fused_logp against eager PyTorch on this GPU"
 SHAPES = ((32, 128256), (1024, 128256), (4096, 32000), (4096, 128256))
@@ -31,9 +30,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 LOGP_BOUND = 1e-4
 GRAD_BOUND = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-5}
 CHECKED_ROWS = 32
-FLUSH_BYTES = 256 << 20
-
-Call = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ def _measure(
         "eager backward": lambda i: torch.autograd.grad(graphs[i][1], graphs[i][0], upstream, retain_graph=True),
         "ours backward": ours_backward,
     }
-    times = _sample(calls, options.samples, device)
+    times = median_times(calls, options.samples, device)
     size = buffers[0].numel() * buffers[0].element_size()
     copy_rate = 2 * size / times["copy"]
     found = []
@@ -204,28 +200,6 @@ def _errors(logits: Tensor, ids: Tensor, upstream: Tensor, logp: Tensor, grad: T
 
 def _ratio(difference: Tensor, reference: Tensor) -> float:
     return float(difference.norm() / reference.norm().clamp(min=1e-30))
-
-
-def _sample(calls: dict[str, Call], count: int, device: torch.device) -> dict[str, float]:
-    """Median microseconds of each call, taken in turns, with L2 flushed before every one."""
-    written = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-    read = torch.zeros_like(written)
-    events = {n: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for n in calls}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    warm_up = 3
-    for turn in range(warm_up + count):
-        for name, call in calls.items():
-            written.zero_()
-            read.amax()  # leaves lines that need not be written back on the next call's time
-            start, stop = events[name]
-            start.record()
-            call(turn % 2)
-            stop.record()
-        torch.cuda.synchronize(device)
-        if turn >= warm_up:
-            for name, (start, stop) in events.items():
-                samples[name].append(start.elapsed_time(stop) * 1e3)
-    return {name: statistics.median(times) for name, times in samples.items()}
 
 
 def _device(name: str) -> torch.device:

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from fused_logp_hub import _manifest, _selection
+from fused_logp_hub import _driver, _manifest, _selection
 from fused_logp_hub._errors import CubinError
 from fused_logp_hub._version import __version__
-from fused_logp_hub.cli import gpus, probes
+from fused_logp_hub.cli import gpus, probes, selftest
 from fused_logp_hub.cli.gpus import GpuFacts
 from fused_logp_hub.cli.problems import Problems
+from fused_logp_hub.cli.selftest import Check
 
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
@@ -39,20 +40,22 @@ class Diagnosis:
     """All facts; a broken machine still gives those that can be had there."""
 
     usable: bool = False
-    """The package is intact and some GPU ran every case that would be selected there."""
+    """The package is intact and some GPU ran every case that would be selected there; with a selftest, every GPU."""
     reference_works: bool = False
     versions: dict[str, str | None] = field(default_factory=dict)
     build: str | None = None
     forced_kernel: str | None = None
     cubins: list[CubinFacts] = field(default_factory=list)
     gpus: list[GpuFacts] = field(default_factory=list)
+    selftest: list[Check] | None = None
+    """None where it was not asked for."""
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def diagnose() -> Diagnosis:
+def diagnose(with_selftest: bool = False) -> Diagnosis:
     """Look at everything; needs neither a GPU, a driver, nor cubins."""
     problems = Problems()
     found = Diagnosis(versions=_versions(), forced_kernel=_selection.forced_by_environment())
@@ -73,19 +76,47 @@ def diagnose() -> Diagnosis:
         found.build = _build(manifest)
         found.cubins = _cubins(manifest, problems)
     intact = not problems
+    installed = _installed("fused-logp-hub")
+    if installed not in (None, __version__):
+        problems.add(
+            f"fused-logp-hub: expected version {installed}, which is installed, got {__version__} from "
+            f"{Path(__file__).parent.parent}. Take the one that you do not want off the import path."
+        )
     found.versions["driver_cuda"], count = gpus.examine_driver(problems)
-    torch_runs_cuda = gpus.examine_torch(count, problems)
+    torch_runs_cuda = gpus.examine_torch(found.versions["driver_cuda"], count, problems)
     found.gpus = gpus.examine_gpus(count, manifest, requested, torch_runs_cuda, problems)
     found.usable = intact and any(gpu.usable for gpu in found.gpus)
+    if with_selftest:
+        found.selftest = _selftest(found.gpus, manifest, problems)
+        right = all(check.right for check in found.selftest)
+        found.usable = found.usable and right and [gpu.usable for gpu in found.gpus] == [True] * count
     found.problems = list(problems)
     return found
 
 
+def _selftest(examined: list[GpuFacts], manifest: _manifest.Manifest | None, problems: Problems) -> list[Check]:
+    checks = []
+    with problems.step("selftest of the reference"):
+        checks += selftest.check_reference()
+    for gpu in examined:
+        if manifest is None or not any(case.ran for case in gpu.cases):
+            continue  # it has its problem already
+        right = False
+        with problems.step(f"selftest of {gpu}"), torch.cuda.device(gpu.index):
+            on = _driver.device(gpu.index)
+            of_gpu = selftest.check_gpu(manifest, torch.device("cuda", gpu.index), on.capability, on.driver_cuda)
+            right = all(check.right for check in of_gpu)
+            checks += of_gpu
+        gpu.usable = gpu.usable and right
+    for check in checks:
+        if not check.right:
+            problems.add(
+                f"{check}: expected an error of at most {check.bound:.0e}, got {check.error:.1e}. Report this as a bug."
+            )
+    return checks
+
+
 def _versions() -> dict[str, str | None]:
-    try:
-        bindings = version("cuda-bindings")
-    except PackageNotFoundError:
-        bindings = None  # it was imported, so it is there, but as a bare folder
     release = None
     if _KERNEL_MODULE.exists():
         match = re.search(r"\b\d{3,}(\.\d+)+\b", _KERNEL_MODULE.read_text())
@@ -95,10 +126,17 @@ def _versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "cuda_bindings": bindings,
+        "cuda_bindings": _installed("cuda-bindings"),
         "driver": release,
         "driver_cuda": None,
     }
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None  # a bare folder on the import path
 
 
 def _requested(forced: str | None, problems: Problems) -> str:
@@ -115,8 +153,10 @@ def _requested(forced: str | None, problems: Problems) -> str:
     return _selection.AUTO
 
 
-def _is_unbuilt_source(directory: Path) -> bool:
+def _is_unbuilt_source(directory: object) -> bool:
     """Whether Python found a checkout, such as the current folder, before the installed package."""
+    if not isinstance(directory, Path):  # inside a zip archive
+        return False
     return not directory.exists() and (directory.parent.parent / "pyproject.toml").exists()
 
 

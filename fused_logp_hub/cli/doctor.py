@@ -11,17 +11,23 @@ from fused_logp_hub.cli.console import make_console, make_table
 from fused_logp_hub.cli.diagnosis import Diagnosis, diagnose
 from fused_logp_hub.cli.gpus import GpuFacts
 from fused_logp_hub.cli.probes import Case
+from fused_logp_hub.cli.selftest import Check
 
 HELP = "check the installation, the driver and the GPUs; exit code 0 if fused kernels run here"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the same facts as JSON")
+    parser.add_argument(
+        "--selftest", action="store_true",
+        help="also run every shipped kernel that fits, on every GPU, and report error and speed (without a GPU: "
+        "the reference); exit code 0 only if there is a GPU and all are right on all of them",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 0 if the fused kernels run on this machine, else 1."""
-    found = diagnose()
+    """Exit code 0 if the fused kernels run on this machine, with --selftest on each of its GPUs; else 1."""
+    found = diagnose(options.selftest)
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
@@ -39,6 +45,8 @@ def _show(found: Diagnosis, console: Console) -> None:
     shown: dict[str, int] = {}
     for gpu in found.gpus:
         _show_gpu(gpu, shown, console)
+    if found.selftest is not None:
+        _show_selftest(found.selftest, console)
     if found.problems:
         console.print()
     for problem in found.problems:
@@ -75,7 +83,7 @@ def _show_gpu(gpu: GpuFacts, shown: dict[str, int], console: Console) -> None:
     if same != gpu.index:
         console.print(f"  selection as on GPU {same}, result: {_result(gpu.cases)}", soft_wrap=True)
         return
-    columns = ("rows are", "rows", "dtypes", "forward", "backward", "result", "why this forward")
+    columns = ("rows are", "rows", "row bytes", "dtypes", "forward", "backward", "result", "why this forward")
     table = make_table(*columns)
     all_dtypes = len({case.dtype for case in gpu.cases})
     for cases in _alike(gpu.cases):
@@ -84,9 +92,19 @@ def _show_gpu(gpu: GpuFacts, shown: dict[str, int], console: Console) -> None:
         dtypes = "all" if len(cases) == all_dtypes else " ".join(case.dtype for case in cases)
         kernels = (str(first.forward), str(first.backward))
         why = first.forward.why
-        table.add_row(aligned, first.rows_label, dtypes, *kernels, _result(cases), why)
+        table.add_row(aligned, first.rows_label, first.row_bytes_label, dtypes, *kernels, _result(cases), why)
     if any(case.selected for case in gpu.cases):
         console.print(table)
+
+
+def _show_selftest(checks: list[Check], console: Console) -> None:
+    table = make_table("device", "op", "kernel", "dtype", "arch", "error", "bound", "us", "GB/s", "result")
+    for check in checks:
+        numbers = (f"{check.error:.1e}", f"{check.bound:.0e}", f"{check.microseconds:.1f}", f"{check.gbytes_per_s:.1f}")
+        result = "right" if check.right else "FAILED"
+        table.add_row(check.device, check.op, check.kernel, check.dtype, check.arch or "", *numbers, result)
+    console.print("selftest", style="bold")
+    console.print(table)
 
 
 def _alike(cases: list[Case]) -> list[list[Case]]:
@@ -94,7 +112,7 @@ def _alike(cases: list[Case]) -> list[list[Case]]:
     groups: dict[tuple[str, ...], list[Case]] = {}
     for case in cases:
         chosen = (str(case.forward), str(case.backward), case.forward.why)
-        key = (str(case.alignment == 16), case.rows_label, *chosen)
+        key = (str(case.alignment == 16), case.rows_label, case.row_bytes_label, *chosen)
         groups.setdefault(key, []).append(case)
     return list(groups.values())
 

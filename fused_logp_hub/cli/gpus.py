@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -40,18 +41,19 @@ def examine_driver(problems: Problems) -> tuple[str | None, int]:
     return version, count
 
 
-def examine_torch(count: int, problems: Problems) -> bool:
+def examine_torch(driver_cuda: str | None, count: int, problems: Problems) -> bool:
     """Whether PyTorch runs CUDA here."""
     if torch.version.cuda is None:
         problems.add(f"torch: expected a build with CUDA, got {torch.__version__}. Install one from pytorch.org.")
         return False
     available = False
-    with problems.step("torch.cuda"):
+    with problems.step("torch.cuda"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of what the driver's own error says
         available = torch.cuda.is_available()
         if count and not available:
             problems.add(
-                f"torch.cuda: expected the driver's {count} GPUs, got none that PyTorch "
-                f"{torch.__version__} can use. Install a build for this driver's CUDA."
+                f"torch.cuda: expected the driver's {count} GPUs, got none that PyTorch {torch.__version__}, built for "
+                f"CUDA {torch.version.cuda}, can use. Install a build for CUDA {driver_cuda} or older from pytorch.org."
             )
     return available
 

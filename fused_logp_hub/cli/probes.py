@@ -1,22 +1,23 @@
-"""What `doctor` tries: dtype x alignment x number of rows, selected for a GPU, then run there."""
+"""What `doctor` tries: every kernel that a GPU would select, by dtype, alignment and size of the logits, run there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby, pairwise, takewhile
 
 import torch
 from torch import Tensor
 
 from fused_logp_hub import _selection, fused_logp
 from fused_logp_hub._manifest import Manifest
-from fused_logp_hub.cli.exactness import compare
+from fused_logp_hub.cli.exactness import IGNORE, compare
 
-_FORWARD, _BACKWARD = "logp_forward", "logp_backward"
+FORWARD, BACKWARD = "logp_forward", "logp_backward"
 _VOCAB_SIZE = 1000  # a multiple of 16 bytes in every dtype, so the padding alone decides alignment
-_LOGP_BOUND = 1e-5
+_ROWS = 32
+LOGP_BOUND = 1e-5
 # The contract's relative norm errors; it names none for float64, which is held to float32's.
-_GRAD_BOUNDS = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 2e-6, "float64": 2e-6}
+GRAD_BOUNDS = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 2e-6, "float64": 2e-6}
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Case:
     """Bytes; below 16 where the row stride is odd."""
     rows: int
     rows_label: str
+    vocab_size: int
+    row_bytes_label: str
     forward: Choice
     backward: Choice
     logp_error: float | None = None
@@ -50,7 +53,7 @@ class Case:
     grad_error: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.dtype}, {self.alignment}-byte rows, rows {self.rows_label}"
+        return f"{self.dtype}, {self.alignment}-byte rows, {self.rows} x {self.vocab_size}"
 
     @property
     def selected(self) -> bool:
@@ -65,45 +68,63 @@ class Case:
         """It ran, and kept the contract; NaN does not."""
         if self.logp_error is None or self.grad_error is None:
             return False
-        return self.logp_error <= _LOGP_BOUND and self.grad_error <= _GRAD_BOUNDS[self.dtype]
+        return self.logp_error <= LOGP_BOUND and self.grad_error <= GRAD_BOUNDS[self.dtype]
 
 
 def select_cases(manifest: Manifest, requested: str, capability: tuple[int, int], driver_cuda: int) -> list[Case]:
-    """Every case with what a call would run and why; touches no GPU."""
-    thresholds, _ = manifest.thresholds(_FORWARD)
-    row_classes = [(limit, f"<= {limit}") for limit in thresholds]
-    row_classes.append((thresholds[-1] + 1, f"> {thresholds[-1]}") if thresholds else (1, "any"))
-    cases = []
-    for dtype in _GRAD_BOUNDS:
-        row_bytes = _VOCAB_SIZE * getattr(torch, dtype).itemsize
-        for alignment in (16, getattr(torch, dtype).itemsize):
-            for rows, label in row_classes:
-                facts = _selection.Facts(capability, driver_cuda, dtype, alignment, rows, row_bytes)
-                forward = _choice(_selection.select(manifest, _FORWARD, requested, facts))
-                # The backward has one fused kernel: a forward kernel's name asks for nothing there.
-                backward = _choice(_selection.select(manifest, _BACKWARD, _selection.AUTO, facts))
-                cases.append(Case(dtype, alignment, rows, label, forward, backward))
+    """The smallest case of each dtype and alignment for every kernel that a call would run there; touches no GPU."""
+    row_limits, size_limits = manifest.thresholds(FORWARD)
+    cases: list[Case] = []
+    for dtype in GRAD_BOUNDS:
+        item_bytes = getattr(torch, dtype).itemsize
+        sizes = [(_VOCAB_SIZE, "any"), *((-(-(n + 1) // 16) * 16 // item_bytes, f">= {n + 1}") for n in size_limits)]
+        for alignment in (16, item_bytes):
+            found: dict[tuple[str | None, str | None], Case] = {}
+            for vocab_size, size_label in sizes:
+                for rows, rows_label in _row_classes(row_limits):
+                    facts = _selection.Facts(capability, driver_cuda, dtype, alignment, rows, vocab_size * item_bytes)
+                    forward = _choice(_selection.select(manifest, FORWARD, requested, facts))
+                    # The backward has one fused kernel: a forward kernel's name asks for nothing there.
+                    backward = _choice(_selection.select(manifest, BACKWARD, _selection.AUTO, facts))
+                    case = Case(dtype, alignment, rows, rows_label, vocab_size, size_label, forward, backward)
+                    found.setdefault((forward.symbol, backward.symbol), case)
+            cases += found.values()
     return cases
 
 
+def _row_classes(limits: list[int]) -> list[tuple[int, str]]:
+    """Few rows between each two limits, but enough for a norm over them to mean something; and the limits."""
+    if not limits:
+        return [(_ROWS, "any")]
+    first = (min(_ROWS, limits[0]), f"<= {limits[0]}")
+    middle = [(low + 1, f"{low + 1} to {high}") for low, high in pairwise(limits)]
+    return [first, *middle, (max(_ROWS, limits[-1] + 1), f"> {limits[-1]}")]
+
+
 def run_case(case: Case, device: torch.device, kernel: str = _selection.AUTO) -> None:
-    """Forward and backward, compared with float64 on that device."""
+    """Forward and backward of seven rows in eight, compared with float64 on that device."""
     generator = torch.Generator().manual_seed(0)
     padding = 0 if case.alignment == 16 else 1  # an odd stride, and an odd start
-    buffer = torch.randn(case.rows, _VOCAB_SIZE + padding, generator=generator)
+    buffer = torch.randn(case.rows, case.vocab_size + padding, generator=generator)
     logits = buffer.to(device, getattr(torch, case.dtype))[:, padding:].requires_grad_()
-    token_ids = torch.randint(_VOCAB_SIZE, (case.rows,), generator=generator).to(device)
-    logp = fused_logp(logits, token_ids, kernel=kernel)
+    token_ids = torch.randint(case.vocab_size, (case.rows,), generator=generator).to(device)
+    listed = torch.arange(case.rows, device=device) % 8 != 1
+    logp = fused_logp(logits, token_ids, row_indices=listed.nonzero()[:, 0], kernel=kernel)
     assert isinstance(logp, Tensor)  # no return_* flag
     logp.retain_grad()
-    (logp * torch.randn(case.rows, generator=generator).to(device)).sum().backward()
-    case.logp_error, case.grad_error = compare(logits, token_ids, logp)
+    (logp * (torch.rand(case.rows, generator=generator) - 2).to(device)).sum().backward()
+    case.logp_error, case.grad_error = compare(logits, token_ids.where(listed, IGNORE), logp)
+
+
+def reference_case(dtype: str) -> Case:
+    """What CPU tensors run."""
+    plain = Choice(_selection.REFERENCE, None, None, None, "CPU tensors always run it")
+    return Case(dtype, getattr(torch, dtype).itemsize, _ROWS, "any", _VOCAB_SIZE, "any", plain, plain)
 
 
 def run_reference() -> bool:
     """Whether the CPU's forward and backward keep the contract."""
-    plain = Choice(_selection.REFERENCE, None, None, None, "CPU tensors always run it")
-    case = Case("float32", 4, 2, "2", plain, plain)
+    case = reference_case("float32")
     run_case(case, torch.device("cpu"), _selection.REFERENCE)
     return case.within_bounds
 

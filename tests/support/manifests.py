@@ -11,7 +11,8 @@ DTYPES = ["bfloat16", "float16", "float32", "float64"]
 
 def cubin(module: str, arch: str, match: str, capability: tuple[int, int], min_cuda: int, min_driver: str) -> Cubin:
     file = f"{module}.{arch}.cubin"
-    return Cubin(file, module, arch, match, capability, "0" * 64, 1, min_cuda, min_driver, {})
+    family = ((10, 0), (10, 3)) if match == "family" else ()
+    return Cubin(file, module, arch, match, capability, "0" * 64, 1, min_cuda, min_driver, {}, family)
 
 
 def kernel(priority: int, name: str, module: str, dtype: str, op: str = "logp_forward", **more) -> KernelRow:

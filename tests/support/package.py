@@ -36,7 +36,7 @@ def write_package(folder):
         rows.append(
             {
                 "file": f"{name}.cubin", "module": name.split(".")[0], "arch": arch, "match": match,
-                "capability": capability, "sha256": hashlib.sha256(data).hexdigest(),
+                "capability": capability, "family": [], "sha256": hashlib.sha256(data).hexdigest(),
                 "size": len(data), "min_cuda": min_cuda, "min_driver": min_driver, "symbols": {},
             }
         )  # fmt: skip

@@ -10,14 +10,18 @@ from pathlib import Path
 
 import fused_logp_hub
 
+PACKAGE = Path(fused_logp_hub.__file__).resolve().parent
+TESTS = Path(__file__).resolve().parent.parent
 
-def run_python(code: str, folder: Path, timeout: float = 120, **environment: str) -> str:
+
+def run_python(code: str, folder: Path, timeout: float = 120, package: Path | None = None, **environment: str) -> str:
     """Run the code with this process's package, outside the checkout, and return what it printed.
 
+    package: a folder or archive to take the package from instead.
     Fails unless the exit is clean: status 0 and nothing about exceptions on the way out.
     """
-    package = str(Path(fused_logp_hub.__file__).resolve().parent.parent)
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    package = package or PACKAGE.parent
+    path = os.pathsep.join([str(package), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=folder,
