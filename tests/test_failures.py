@@ -153,7 +153,7 @@ def test_damaged_cubin_stops_at_the_first_use(put, package):
     assert not fake.called("cuLibraryLoadData")
 
 
-@pytest.mark.parametrize("call", ["cuLibraryLoadData", "cuKernelGetFunction", "cuLaunchKernel"])
+@pytest.mark.parametrize("call", ["cuLibraryLoadData", "cuKernelGetFunction", "cuLaunchKernelEx"])
 def test_first_call_in_a_capture_that_the_driver_refuses(put, call):
     """Drivers before CUDA 12.3; newer ones load a kernel meanwhile (test_gpu_failures.py)."""
     put((9, 0), errors={call: 900}, version=12020)
@@ -198,7 +198,7 @@ def test_second_gpu_needs_no_context_on_the_first(put):
     first_launch(1)
     assert fake.active == {1}
     assert {context for (context,) in fake.called("cuKernelGetFunction")} == {1001}
-    assert fake.called("cuLaunchKernel") == [(1001, 7)]
+    assert fake.called("cuLaunchKernelEx") == [(1001, 7)]
     assert fake.stack() == []  # what was pushed was popped
 
 

@@ -31,6 +31,9 @@ TEXTS = {  # of cuGetErrorString, as the driver words them
 }
 
 
+STREAM_OFFSET = 32  # of hStream in CUlaunchConfig: behind seven 32-bit fields and padding
+
+
 class FakeDriver:
     """In place of ``cuda.bindings.driver``; `library` is in place of libcuda.so.1.
 
@@ -171,13 +174,14 @@ class _Library:
             driver.stack().pop()
             return int(driver.status("cuCtxPopCurrent"))
 
-        def launch(*arguments):
-            return int(driver.status("cuLaunchKernel", driver.stack()[-1], arguments[8]))
+        def launch(config, *_):
+            stream = ctypes.c_uint64.from_address(config + STREAM_OFFSET).value
+            return int(driver.status("cuLaunchKernelEx", driver.stack()[-1], stream))
 
         self.cuCtxGetCurrent = _Function(get_current)
         self.cuCtxPushCurrent_v2 = _Function(push)
         self.cuCtxPopCurrent_v2 = _Function(pop)
-        self.cuLaunchKernel = _Function(launch)
+        self.cuLaunchKernelEx = _Function(launch)
 
 
 def function(ordinal=0):
