@@ -21,8 +21,8 @@ def make_console(stderr: bool = False) -> Console:
 
 def make_table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for i, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=i == 0)  # the first says what a line is about
     return table
 
 
