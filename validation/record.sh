@@ -47,3 +47,5 @@ record example "python3 examples/score_qwen.py --batch 32" 12
 record speed "python3 benchmarks/run.py --only shapes --shapes '4096x128256-bf16' --providers ours --out \$(mktemp -d)" 20
 record memory "python3 -P validation/peak_memory.py" 10
 record entropy "python3 -P validation/entropy_cost.py" 10
+# Where there are two GPUs.
+[[ $(nvidia-smi -L | wc -l) -lt 2 ]] || record two-gpus "python3 -P -m pytest --require-gpu -q -rs -p no:cacheprovider tests/test_distributed_nccl.py tests/test_gpu_runtime.py tests/test_gpu_failures.py -k 'nccl or g6 or visible or other_context'" 12
