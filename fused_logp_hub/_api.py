@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from fused_logp_hub import _checks, _library, _ops, _selection
+from fused_logp_hub import _call, _checks, _library, _ops, _selection
+from fused_logp_hub._call import LogpResult as LogpResult
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._problem import accumulation_dtype
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-class LogpResult(NamedTuple):
-    """Result of `fused_logp` with a ``return_*`` flag; fields not asked for are None.
-
-    ``logp`` has the ids' shape, the others the logits' leading shape. ``logp`` and ``entropy`` (nats) are
-    differentiable; ``row_max`` and ``log_sum`` are constants to autograd, with
-    logsumexp(logits / T) = row_max + log_sum.
-    """
-
-    logp: Tensor
-    entropy: Tensor | None
-    row_max: Tensor | None
-    log_sum: Tensor | None
 
 
 def fused_logp(
@@ -68,9 +52,10 @@ def fused_logp(
         return_lse: also return row_max and log_sum, both of logits / T.
         return_entropy: also return the entropy of softmax(logits / T) in nats, differentiable.
         inplace_backward: let the gradient overwrite the logits' memory, which saves one tensor of their size.
-            The logits must come from an operation (not a leaf), with rows that do not overlap. Whoever else
-            saved them for a backward of its own then gets PyTorch's "modified by an inplace operation" error;
-            reading them after the backward, outside autograd, gives the gradient.
+            The logits must come from an operation (not be a leaf or its view), with rows that do not overlap,
+            and without hooks on saved tensors (checkpoint, save_on_cpu). Whoever else saved them for a backward
+            of its own then gets PyTorch's "modified by an inplace operation" error; reading them after the
+            backward, outside autograd, gives the gradient.
 
     Returns:
         logp with the shape of token_ids, or a LogpResult if a ``return_*`` flag is set.
@@ -79,6 +64,7 @@ def fused_logp(
         ArgumentError: a shape, dtype, device or value is unsupported; nothing was launched.
         InvalidTokenIdError: ``on_invalid="raise"`` met an invalid id; the message names the first row.
         NoMatchingKernelError: nothing shipped fits this GPU and these tensors; the message has the trace.
+        KernelUnavailableError: a kernel's first use falls into the capture of a CUDA graph; `preload` comes before.
         SecondDerivativeError: the gradient was differentiated again.
 
     Numerics:
@@ -95,24 +81,12 @@ def fused_logp(
     """
     kernel = _selection.resolve(kernel)
     if row_indices is not None:
-        row_mask = _merge_mask(row_indices, row_mask, logits)
-    if out_dtype is None:
-        out_dtype = accumulation_dtype(logits.dtype) if isinstance(logits, Tensor) else torch.float32
-    elif out_dtype not in _checks.FLOAT_DTYPES:
-        raise ArgumentError(f"out_dtype: expected a floating dtype, got {out_dtype}. Use torch.float32.")
-    if not isinstance(logits, Tensor) or _is_plain(logits):
+        row_mask = _call.merge_mask(row_indices, row_mask, logits)
+    out_dtype = _checks.out_dtype(out_dtype, logits)
+    if not isinstance(logits, Tensor) or _call.is_plain(logits):
         problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
-        more = return_lse or return_entropy
-        if logits.requires_grad and torch.is_grad_enabled():
-            if inplace_backward:
-                _checks.overwritable(logits)
-            results = _ops.LogpFunction.apply(  # type: ignore[no-untyped-call]
-                logits, problem, kernel, out_dtype, more, return_entropy, inplace_backward
-            )
-            if not more:
-                return results  # type: ignore[no-any-return]
-        else:
-            results = _ops.run_forward(problem, kernel, out_dtype, return_lse, return_entropy)
+        run = _ops.run_forward
+        results = _call.compute(problem, kernel, out_dtype, return_lse, return_entropy, inplace_backward, run)
     else:
         if inplace_backward:
             raise ArgumentError(
@@ -124,18 +98,7 @@ def fused_logp(
             logits, token_ids, row_mask, 1.0 if isinstance(temperature, Tensor) else float(temperature), rows,
             ignore_index, on_invalid, out_dtype, return_entropy, kernel,
         )  # fmt: skip
-    logp: Tensor
-    logp, statistics, entropy = results
-    if not (return_lse or return_entropy):
-        return logp
-    row_max = log_sum = None
-    if return_lse:
-        row_max, log_sum = statistics.detach().unbind(0)
-        if isinstance(temperature, Tensor):
-            row_max = row_max * temperature.to(row_max.dtype).reciprocal()
-        elif temperature != 1.0:
-            row_max = row_max * (1.0 / temperature)
-    return LogpResult(logp, entropy if return_entropy else None, row_max, log_sum)
+    return _call.result(results, temperature, return_lse, return_entropy)
 
 
 def fused_logp_out(
@@ -170,15 +133,19 @@ def fused_logp_out(
     """
     kernel = _selection.resolve(kernel)
     if row_indices is not None:
-        row_mask = _merge_mask(row_indices, row_mask, logits)
+        row_mask = _call.merge_mask(row_indices, row_mask, logits)
     problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
     _checks.no_autograd("logits", logits)
     tail = token_ids.shape[logits.dim() - 1 :]
     _checks.output("out", out, logits, _checks.FLOAT_DTYPES, tail)
     statistic = (accumulation_dtype(logits.dtype),)
+    written = [out]
     for name, tensor in (("row_max", row_max), ("log_sum", log_sum), ("entropy", entropy)):
         if tensor is not None:
             _checks.output(name, tensor, logits, statistic)
+            written.append(tensor)
+    for tensor in written:
+        increment_version(tensor)
     _ops.forward(problem, kernel, out, row_max, log_sum, entropy, False)
     return out
 
@@ -251,38 +218,6 @@ def fused_logp_backward_out(
     """
     kernel = _selection.backward_kernel(_selection.resolve(kernel))
     if row_indices is not None:
-        row_mask = _merge_mask(row_indices, row_mask, logits)
+        row_mask = _call.merge_mask(row_indices, row_mask, logits)
     problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
-    _checks.leading_tensor("grad_logp", grad_logp, logits, _checks.FLOAT_DTYPES, token_ids.shape[logits.dim() - 1 :])
-    _checks.no_autograd("grad_logp", grad_logp)
-    _checks.no_autograd("logits", logits)
-    row_max = _checks.statistic("row_max", row_max, logits)
-    log_sum = _checks.statistic("log_sum", log_sum, logits)
-    if (entropy is None) != (grad_entropy is None):
-        raise ArgumentError("grad_entropy: expected both entropy and grad_entropy or neither, got one. Pass both.")
-    if entropy is not None and grad_entropy is not None:
-        entropy = _checks.statistic("entropy", entropy, logits)
-        _checks.leading_tensor("grad_entropy", grad_entropy, logits, _checks.FLOAT_DTYPES)
-    if grad_logits is None:
-        grad_logits = _ops.empty_grad(logits)
-    else:
-        _checks.grad_logits(grad_logits, logits)
-    _ops.backward(problem, kernel, row_max, log_sum, entropy, False, grad_logp, grad_entropy, grad_logits)
-    return grad_logits
-
-
-def _is_plain(logits: Tensor) -> bool:
-    """Whether a call may go around the dispatcher: nothing traces, wraps or intercepts tensors."""
-    return not torch.compiler.is_compiling() and type(logits) in _PLAIN and not torch._C._len_torch_dispatch_stack()
-
-
-def _merge_mask(row_indices: Tensor, row_mask: Tensor | None, logits: Tensor) -> Tensor:
-    """row_indices as a mask over the logits' leading shape, and row_mask where given."""
-    _checks.tensor("logits", logits)
-    _checks.row_indices(row_indices, logits)
-    if row_mask is not None:
-        _checks.leading_tensor("row_mask", row_mask, logits, (torch.bool,))
-    leading = logits.shape[:-1]
-    make = _ops.row_mask_from_indices if _is_plain(logits) else _library.row_mask_from_indices
-    mask = make(row_indices, leading.numel()).view(leading)
-    return mask if row_mask is None else mask & row_mask
+    return _call.backward(problem, kernel, row_max, log_sum, entropy, False, grad_logp, grad_entropy, grad_logits)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fused_logp_hub._errors import ArgumentError, ArgumentTypeError, InvalidTokenIdError
-from fused_logp_hub._problem import Problem, accumulation_dtype, copy_reason
+from fused_logp_hub._problem import Problem, Shard, accumulation_dtype, copy_reason
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int64, torch.int32)
@@ -29,16 +30,18 @@ def make_problem(
     temperature: float | Tensor,
     ignore_index: int | None,
     on_invalid: str,
+    shard: Shard | None = None,
 ) -> Problem:
     """The checked problem; row_mask is [...] bool."""
     tensor("logits", logits)
     tensor("token_ids", token_ids)
+    _not_transformed(logits)
     shape, ids_shape = logits.shape, token_ids.shape
     if logits.dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"logits: expected dtype {_names(FLOAT_DTYPES)}, got {logits.dtype}. Cast the logits.")
     if token_ids.dtype not in INDEX_DTYPES:
         raise ArgumentError(f"token_ids: expected dtype int32 or int64, got {token_ids.dtype}. Cast the ids.")
-    if not shape or shape[-1] == 0:
+    if not shape or (shape[-1] == 0 and shard is None):
         raise ArgumentError(f"logits: expected shape [..., V] with V >= 1, got {list(shape)}. Pass some columns.")
     leading, vocab_size = shape[:-1], shape[-1]
     if vocab_size > MAX_VOCAB:
@@ -57,20 +60,13 @@ def make_problem(
         raise ArgumentError(f"logits: expected at most {MAX_ROWS} rows, got {num_rows}. Split the rows.")
     if row_mask is not None:
         row_mask = _flat_mask(row_mask, logits)
-    rows = None
-    if isinstance(temperature, Tensor):
-        rows, temperature = _temperature_rows(temperature, logits), 1.0
-    elif temperature != 1.0:
-        _number("temperature", temperature)
-        if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:  # NaN fails too
-            raise ArgumentError(
-                f"temperature: expected a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}. "
-                "Use greedy decoding's own code for a temperature of 0."
-            )
+    number, rows = split_temperature(temperature, logits)
     if ignore_index is not None and (type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63):
         _index("ignore_index", ignore_index)
     if on_invalid not in ON_INVALID:
         raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
+    if shard is not None:
+        vocab_size = min(vocab_size, max(shard.vocab_size - shard.start, 0))
     problem = Problem(
         logits,
         token_ids,
@@ -79,19 +75,45 @@ def make_problem(
         num_rows,
         vocab_size,
         num_ids,
-        temperature,
+        number,
         ignore_index,
         on_invalid == "nan",
+        shard,
     )
     if on_invalid == "raise":
         _raise_on_invalid(problem)
     return problem
 
 
+def split_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[float, Tensor | None]:
+    """The temperature that holds for all rows, or 1 and that of each row [...]."""
+    if isinstance(temperature, Tensor):
+        return 1.0, _temperature_rows(temperature, logits)
+    if temperature != 1.0:
+        _number("temperature", temperature)
+        if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:  # NaN fails too
+            raise ArgumentError(
+                f"temperature: expected a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}. "
+                "Use greedy decoding's own code for a temperature of 0."
+            )
+    return temperature, None
+
+
 def tensor(name: str, value: object) -> None:
     """ArgumentTypeError unless the argument is a tensor."""
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}. Pass a tensor.")
+
+
+def _not_transformed(logits: Tensor) -> None:
+    """ArgumentError inside torch.func's transforms and for dual tensors: the kernels would drop what they track."""
+    if torch._C._are_functorch_transforms_active() or (
+        forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None
+    ):
+        raise ArgumentError(
+            "logits: expected a plain tensor, got one inside a transform of torch.func or with a forward-mode tangent. "
+            "Batch over leading dimensions and call backward(), or use torch.log_softmax."
+        )
 
 
 def same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
@@ -143,6 +165,15 @@ def row_indices(indices: Tensor, logits: Tensor) -> None:
     same_device("row_indices", indices, logits)
 
 
+def out_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
+    """The dtype of logp: by default that of the arithmetic."""
+    if dtype is None:
+        return accumulation_dtype(logits.dtype) if isinstance(logits, Tensor) else torch.float32
+    if dtype not in FLOAT_DTYPES:
+        raise ArgumentError(f"out_dtype: expected a floating dtype, got {dtype}. Use torch.float32.")
+    return dtype
+
+
 def overwritable(logits: Tensor) -> None:
     """ArgumentError unless the gradient may take the logits' own memory."""
     if logits.is_leaf:
@@ -150,6 +181,21 @@ def overwritable(logits: Tensor) -> None:
             "inplace_backward: expected logits that an operation computed, got a leaf, whose values would be lost. "
             "Leave it False for leaves."
         )
+    base = logits._base
+    if base is not None and base.is_leaf and base.requires_grad:
+        raise ArgumentError(
+            "inplace_backward: expected logits with memory of their own, got a view of a leaf, whose values would be "
+            "lost. Leave it False for these."
+        )
+    hooks = (
+        "inplace_backward: expected no hooks on saved tensors, under which PyTorch cannot see that the logits were "
+        "overwritten, got torch.utils.checkpoint, save_on_cpu or the like. Leave it False there."
+    )
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(hooks):
+            pass  # entering fails where there are hooks
+    except RuntimeError:
+        raise ArgumentError(hooks) from None
     if copy_reason(logits) is not None or not _rows_apart(logits):
         raise ArgumentError(
             "inplace_backward: expected logits with a last stride of 1 and rows that do not overlap, "
@@ -218,8 +264,14 @@ def _temperature_rows(temperature: Tensor, logits: Tensor) -> Tensor:
 
 
 def _raise_on_invalid(problem: Problem) -> None:
+    if problem.logits.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            "on_invalid: expected 'zero' or 'nan' while a CUDA graph is captured, got 'raise', which synchronises. "
+            "Check the ids before the capture."
+        )
     ids = problem.token_ids
-    bad = (ids < 0) | (ids >= problem.logits.shape[-1])
+    vocab_size = problem.vocab_size if problem.shard is None else problem.shard.vocab_size
+    bad = (ids < 0) | (ids >= vocab_size)
     if problem.ignore_index is not None:
         bad &= ids != problem.ignore_index
     bad = bad.reshape(problem.num_rows, problem.num_ids)
@@ -232,7 +284,7 @@ def _raise_on_invalid(problem: Problem) -> None:
     k = int(bad[first].nonzero()[0, 0])
     value = int(ids.reshape(problem.num_rows, problem.num_ids)[first, k])
     raise InvalidTokenIdError(
-        f"token_ids: expected ids in [0, {problem.logits.shape[-1]}) or ignore_index, got {value} in row {first}. "
+        f"token_ids: expected ids in [0, {vocab_size}) or ignore_index, got {value} in row {first}. "
         "Correct the ids, or pass on_invalid='zero' or 'nan'."
     )
 
@@ -244,6 +296,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _rows_apart(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True  # whatever its strides
     extent = tensor.shape[-1]
     for stride, size in sorted(zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)):
         if size == 1:

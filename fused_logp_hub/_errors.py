@@ -5,6 +5,7 @@
     ├── ArgumentTypeError (TypeError)       an argument is not of the type it must be
     ├── InvalidTokenIdError (IndexError)    on_invalid="raise" met an id outside [0, V)
     ├── SecondDerivativeError (RuntimeError)  a gradient was differentiated again
+    ├── IntegrationError (RuntimeError)     a package to patch is absent, or not one that is known
     └── KernelUnavailableError (RuntimeError)
         ├── NoMatchingKernelError           nothing shipped fits this device and these tensors
         ├── CubinError                      a cubin or the manifest is missing, damaged or foreign
@@ -21,6 +22,7 @@ __all__ = [
     "CubinError",
     "DriverError",
     "FusedLogpError",
+    "IntegrationError",
     "InvalidTokenIdError",
     "KernelUnavailableError",
     "NoMatchingKernelError",
@@ -46,6 +48,10 @@ class InvalidTokenIdError(FusedLogpError, IndexError):
 
 class SecondDerivativeError(FusedLogpError, RuntimeError):
     """The gradient of fused_logp was differentiated; only first derivatives exist."""
+
+
+class IntegrationError(FusedLogpError, RuntimeError):
+    """A package to patch is absent, broken, or of a version or with functions that are not known."""
 
 
 class KernelUnavailableError(FusedLogpError, RuntimeError):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_logp_hub import _driver, _manifest, _params, _selection
-from fused_logp_hub._errors import ArgumentError
+from fused_logp_hub._errors import ArgumentError, KernelUnavailableError
 from fused_logp_hub._problem import Problem, collapse
 
 _DTYPE_NAMES = {
@@ -88,7 +88,13 @@ def _row_bytes(logits: Tensor) -> int:
 def _plan(op: str, requested: str, facts: _selection.Facts, device_index: int) -> _driver.Function:
     manifest = _manifest.shipped()
     chosen = _selection.select_or_raise(manifest, op, requested, facts)
-    return _driver.device(device_index).function(manifest, chosen.kernel, chosen.cubin)
+    device = _driver.device(device_index)
+    if torch.cuda.is_current_stream_capturing() and not device.has(chosen.kernel, chosen.cubin):
+        raise KernelUnavailableError(
+            f"CUDA graph: expected a loaded kernel, got the first use of {chosen.kernel.symbol} during a capture. "
+            "Call fused_logp_hub.preload() before it."
+        )
+    return device.function(manifest, chosen.kernel, chosen.cubin)
 
 
 def forward(
@@ -172,23 +178,28 @@ def _common(
         folded = collapse(logits.shape[:-1], [t.stride()[:depth] for t in strided])
         assert folded is not None  # at most two leading dimensions
         inner_rows, strides = folded
-    mask, ignore = problem.row_mask, problem.ignore_index
+    mask, ignore, shard = problem.row_mask, problem.ignore_index, problem.shard
+    start, global_vocab_size = (0, problem.vocab_size) if shard is None else shard
+    ignored_id = 0 if ignore is None else ignore
+    if start:  # as the ids are, modulo 2^64
+        ignored_id = (ignored_id - start + 2**63) % 2**64 - 2**63
     values = (
         logits.data_ptr(), *strides[0],
         ids.data_ptr(), *strides[1], ids.stride(-1) if problem.num_ids > 1 else 0,
         *((0, 0, 0) if rows is None else (rows.data_ptr(), *strides[-1])),
         logp, row_max, log_sum, entropy,
         0 if mask is None else mask.data_ptr(),
-        problem.num_rows, inner_rows, problem.vocab_size, problem.num_ids,
-        0 if ignore is None else ignore,
+        problem.num_rows, inner_rows, problem.vocab_size, start, global_vocab_size, problem.num_ids,
+        ignored_id,
         1.0 / problem.temperature,
-        ignore is not None, problem.invalid_is_nan, ids.element_size(), logp_dtype, raw, 0,
+        ignore is not None, problem.invalid_is_nan, ids.element_size(), logp_dtype, raw, shard is not None,
     )  # fmt: skip
     return values, strides[2:]
 
 
 def _grid(function: _driver.Function, problem: Problem) -> tuple[int, int]:
-    grid, tiles = function.kernel.grid(problem.num_rows, _row_bytes(problem.logits), function.device.multiprocessors)
+    row_bytes = problem.vocab_size * problem.logits.element_size()  # without a shard's padding, as the kernel has it
+    grid, tiles = function.kernel.grid(problem.num_rows, row_bytes, function.device.multiprocessors)
     if grid > _MAX_GRID:
         raise ArgumentError(
             f"logits: expected at most {_MAX_GRID} blocks of work, got {grid}. Split the rows into several calls."

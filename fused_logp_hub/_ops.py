@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ from fused_logp_hub._problem import Problem, accumulation_dtype, copy_reason
 TWICE = (
     "fused_logp: expected to be differentiated once, got a second derivative. Use torch.log_softmax where you need one."
 )
+
+
+# logp as the ids; raw row_max and log_sum [2, ...] and entropy [...], where wanted; and what computes them.
+Results = tuple[Tensor, Tensor | None, Tensor | None]
+Run = Callable[[Problem, str, torch.dtype, bool, bool], Results]
 
 
 def uses_reference(logits: Tensor, kernel: str) -> bool:
@@ -68,7 +73,10 @@ def backward(
     The statistics are contiguous; raw as in `forward`.
     """
     n = problem.num_rows
-    if n == 0:
+    if problem.shard is not None:  # columns beyond the vocabulary
+        grad_logits[..., problem.vocab_size :].zero_()
+        grad_logits = grad_logits[..., : problem.vocab_size]
+    if n == 0 or problem.vocab_size == 0:
         return
     if not uses_reference(problem.logits, kernel):
         addresses = (row_max.data_ptr(), log_sum.data_ptr(), _address(entropy))
@@ -116,18 +124,17 @@ def row_mask_from_indices(row_indices: Tensor, num_rows: int) -> Tensor:
 
 def run_forward(
     problem: Problem, kernel: str, out_dtype: torch.dtype, want_statistics: bool, want_entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> Results:
     """`forward` into new memory: logp as the ids; raw row_max and log_sum as one tensor [2, ...]; entropy [...]."""
     logits = problem.logits
-    device = logits.device
-    logp = torch.empty(problem.token_ids.shape, dtype=out_dtype, device=device)
+    logp = logits.new_empty(problem.token_ids.shape, dtype=out_dtype)  # cheaper than torch.empty on its device
     statistics = entropy = None
     if want_statistics or want_entropy:
         leading, acc = logits.shape[:-1], accumulation_dtype(logits.dtype)
         if want_statistics:
-            statistics = torch.empty((2, *leading), dtype=acc, device=device)
+            statistics = logits.new_empty((2, *leading), dtype=acc)
         if want_entropy:
-            entropy = torch.empty(leading, dtype=acc, device=device)
+            entropy = logits.new_empty(leading, dtype=acc)
     if problem.num_rows and not uses_reference(logits, kernel):
         addresses = _halves(statistics, problem.num_rows)
         _launch.forward(problem.readable(), kernel, logp, *addresses, _address(entropy), True)
@@ -162,8 +169,9 @@ class LogpFunction(torch.autograd.Function):
         want_more: bool,
         want_entropy: bool,
         in_place: bool,
-    ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
-        logp, statistics, entropy = run_forward(problem, kernel, out_dtype, True, want_entropy)
+        run: Run,
+    ) -> Tensor | Results:
+        logp, statistics, entropy = run(problem, kernel, out_dtype, True, want_entropy)
         ctx.save_for_backward(
             logits, problem.token_ids, problem.row_mask, problem.temperature_rows, statistics, entropy
         )
@@ -181,7 +189,7 @@ class LogpFunction(torch.autograd.Function):
         ctx: Any, grad_logp: Tensor | None, grad_statistics: None = None, grad_entropy: Tensor | None = None
     ) -> Any:
         if grad_logp is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         logits, token_ids, row_mask, rows, statistics, entropy = ctx.saved_tensors
         problem = Problem(logits, token_ids, row_mask, rows, *ctx.scalars)
         if ctx.in_place:
@@ -198,7 +206,7 @@ class LogpFunction(torch.autograd.Function):
             )
         else:
             grad = run_backward(problem, ctx.kernel, statistics, entropy, grad_logp, grad_entropy)
-        return (grad, *(None,) * 6)
+        return (grad, *(None,) * 7)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -227,7 +235,7 @@ def run_backward(
         grad_logp = torch.zeros((), device=problem.logits.device).expand(problem.token_ids.shape)
     if grad_logits is None:
         grad_logits = empty_grad(problem.logits)
-    if problem.num_rows and not uses_reference(problem.logits, kernel):
+    if problem.num_rows and problem.shard is None and not uses_reference(problem.logits, kernel):
         addresses = (*_halves(statistics, problem.num_rows), _address(entropy))
         _backward_cuda(problem, addresses, True, grad_logp, grad_entropy, grad_logits)
     else:

@@ -20,6 +20,8 @@ LOGP_FORWARD_FIELDS = (
     ("num_rows", "q"),
     ("inner_rows", "q"),
     ("vocab_size", "q"),
+    ("vocab_start", "q"),
+    ("global_vocab_size", "q"),
     ("num_ids", "q"),
     ("ignore_index", "q"),
     ("inv_temperature", "d"),
@@ -28,7 +30,7 @@ LOGP_FORWARD_FIELDS = (
     ("token_id_bytes", "i"),
     ("logp_dtype", "i"),
     ("row_max_is_raw", "i"),
-    ("unused", "i"),
+    ("is_shard", "i"),
 )
 LOGP_BACKWARD_FIELDS = (
     ("grad_logits", "Qqq"),

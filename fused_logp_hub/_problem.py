@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Shard(NamedTuple):
+    """Where a shard's columns lie in the vocabulary that the token ids are of."""
+
+    start: int
+    vocab_size: int
 
 
 class Problem:
@@ -13,6 +21,9 @@ class Problem:
 
     ``logits`` [..., V]; ``token_ids`` [...] or [..., K]; ``row_mask`` [N] bool, contiguous, or None;
     ``temperature_rows`` [...] float32 or None, which then takes the place of ``temperature``.
+
+    With a ``shard`` the logits are a part of the columns, and the forward gives what `_shards.merge` takes.
+    Columns behind the first ``vocab_size`` are then padding.
     """
 
     __slots__ = (
@@ -22,6 +33,7 @@ class Problem:
         "num_ids",
         "num_rows",
         "row_mask",
+        "shard",
         "temperature",
         "temperature_rows",
         "token_ids",
@@ -40,6 +52,7 @@ class Problem:
         temperature: float,
         ignore_index: int | None,
         invalid_is_nan: bool,
+        shard: Shard | None = None,
     ) -> None:
         self.logits = logits
         self.token_ids = token_ids
@@ -51,6 +64,7 @@ class Problem:
         self.temperature_rows = temperature_rows
         self.ignore_index = ignore_index
         self.invalid_is_nan = invalid_is_nan
+        self.shard = shard
 
     def with_tensors(
         self, logits: Tensor, token_ids: Tensor, row_mask: Tensor | None, temperature_rows: Tensor | None
@@ -58,7 +72,7 @@ class Problem:
         """The same problem with other tensors."""
         return Problem(logits, token_ids, row_mask, temperature_rows, *self.scalars())
 
-    def scalars(self) -> tuple[int, int, int, float, int | None, bool]:
+    def scalars(self) -> tuple[int, int, int, float, int | None, bool, Shard | None]:
         """All but the tensors, in the constructor's order: what a backward keeps beside its saved tensors."""
         return (
             self.num_rows,
@@ -67,13 +81,14 @@ class Problem:
             self.temperature,
             self.ignore_index,
             self.invalid_is_nan,
+            self.shard,
         )
 
     def reshaped(self, *leading: int) -> Problem:
         """The same problem over other leading dimensions, ids as [..., K]; copies only what has no such view."""
         rows = self.temperature_rows
         return self.with_tensors(
-            self.logits.reshape(*leading, self.vocab_size),
+            self.logits.reshape(*leading, self.logits.shape[-1]),
             self.token_ids.reshape(*leading, self.num_ids),
             self.row_mask,
             None if rows is None else rows.reshape(leading),

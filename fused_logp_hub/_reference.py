@@ -14,6 +14,7 @@ from torch import Tensor
 from fused_logp_hub._problem import Problem, accumulation_dtype
 
 CHUNK_ELEMENTS = 1 << 22
+INF, NAN = float("inf"), float("nan")
 
 
 def forward(
@@ -28,17 +29,23 @@ def forward(
     for out in (logp, row_max, log_sum, entropy):
         if out is not None:
             out.zero_()
-    ids, ignored, valid = _classify(problem)
+    no_target = 0.0
+    if problem.shard is not None:
+        no_target = INF
+        logp.fill_(no_target)
+        if log_sum is not None:
+            log_sum.fill_(-INF)
+    ids, ignored, valid, elsewhere = _classify(problem)
     for rows, x, inv_t in _chunks(problem, _active(problem, ignored)):
         top = x.amax(-1, keepdim=True)
-        d = (x - top) * inv_t
+        d = (x - top.where(top != -INF, 0.0)) * inv_t  # only -inf: an empty sum, and not NaN
         e = d.exp()
         s = e.sum(-1, keepdim=True)
         log_s = s.log()
         target = x.gather(-1, ids[rows].where(valid[rows], 0))
-        values = (target - top) * inv_t - log_s
-        missing = 0.0 if not problem.invalid_is_nan else float("nan")
-        values = values.where(valid[rows], missing).where(~ignored[rows], 0.0)
+        values = (target - top) * inv_t - log_s if problem.shard is None else target.where(target != INF, NAN)
+        values = values.where(valid[rows], NAN if problem.invalid_is_nan else no_target)
+        values = values.where(~ignored[rows], no_target).where(~elsewhere[rows], -INF)
         logp[rows] = values.to(logp.dtype)
         if row_max is not None:
             row_max[rows] = (top if raw else top * inv_t).squeeze(-1)
@@ -61,10 +68,10 @@ def backward(
 ) -> None:
     """Write grad_logits [N, V] from grad_logp [N, K] and grad_entropy [N]."""
     acc = accumulation_dtype(problem.logits.dtype)
-    ids, ignored, valid = _classify(problem)
-    used = grad_logp.to(acc).where(valid, 0.0)
+    ids, ignored, valid, elsewhere = _classify(problem)
+    used = grad_logp.to(acc).where(valid | elsewhere, 0.0)
     if problem.invalid_is_nan:
-        used = used.masked_fill(~valid & ~ignored, float("nan"))
+        used = used.masked_fill(~valid & ~elsewhere & ~ignored, NAN)
     weight = used.sum(-1)
     entropy_weight = torch.zeros_like(weight) if grad_entropy is None else grad_entropy.to(acc)
     active = _active(problem, ignored)
@@ -85,13 +92,17 @@ def backward(
         grad_logits[rows] = (grad * inv_t).to(grad_logits.dtype)
 
 
-def _classify(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """ids as int64 [N, K], and which are ignored and which valid."""
+def _classify(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids as int64 [N, K] from the first column on, and which are ignored, valid, and valid on another shard."""
     ids = problem.token_ids.long()
     ignored = torch.zeros_like(ids, dtype=torch.bool)
     if problem.ignore_index is not None:
         ignored = ids == problem.ignore_index
-    return ids, ignored, (ids >= 0) & (ids < problem.logits.shape[-1]) & ~ignored
+    start, vocab_size = problem.shard or (0, problem.vocab_size)
+    known = (ids >= 0) & (ids < vocab_size) & ~ignored
+    ids = ids - start
+    valid = known & (ids >= 0) & (ids < problem.vocab_size)
+    return ids, ignored, valid, known & ~valid
 
 
 def _active(problem: Problem, ignored: Tensor) -> Tensor:
@@ -101,7 +112,7 @@ def _active(problem: Problem, ignored: Tensor) -> Tensor:
 
 def _chunks(problem: Problem, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Row numbers, their logits in the accumulation dtype, and 1 / T [rows, 1], a chunk at a time."""
-    logits = problem.logits
+    logits = problem.logits[:, : problem.vocab_size]
     acc = accumulation_dtype(logits.dtype)
     for rows in wanted.nonzero()[:, 0].split(max(1, CHUNK_ELEMENTS // logits.shape[-1])):
         if problem.temperature_rows is None:

@@ -74,7 +74,7 @@ __device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 
     if (k == 0) g.first_id = id;
     if (is_ignored(p, id)) continue;
     active = true;
-    if (is_valid(p, id)) sum += upstream;
+    if (is_in_vocabulary(p, id)) sum += upstream;
     else if (p.invalid_is_nan) sum = Math<Acc>::nan();
   }
   if (active && p.grad_entropy.data != nullptr)

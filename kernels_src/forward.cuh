@@ -111,12 +111,20 @@ struct TargetLogit {
   }
 };
 
+// What stands for an id that asks for nothing.
+template <class Acc>
+__device__ __forceinline__ Acc no_target(const LogpParams& p) {
+  return p.is_shard ? Math<Acc>::infinity() : Acc(0);
+}
+
 template <class Acc>
 __device__ __forceinline__ void store_statistic(void* out, u32 row, Acc value) {
   if (out != nullptr) static_cast<Acc*>(out)[row] = value;
 }
 
-// Writes all results of a row that was read; called by one whole warp.
+// Writes all results of a row that was read; called by one whole warp. For a shard the target's logit stands
+// in for logp: -inf for another shard's, as for a column that is not there, and +inf for no target. A logit of +inf
+// is NaN there, as the row's logp will be.
 template <class T>
 __device__ __forceinline__ void write_row(const LogpParams& p, u32 row, const RowIndex& at,
                                           const SoftmaxState<typename T::Acc>& state,
@@ -132,10 +140,13 @@ __device__ __forceinline__ void write_row(const LogpParams& p, u32 row, const Ro
 #pragma unroll 1
   for (u32 k = lane; k < p.num_ids; k += kWarp) {
     const i64 id = token_id(p, at, k);
-    Acc logp = 0;
+    Acc logp = no_target<Acc>(p);
     if (is_valid(p, id)) {
       const Acc x = k < kWarp ? target.logit : TargetLogit<T>::fetch(p, at, k);
       logp = (x - state.m) * inv_t - log_sum;
+      if (p.is_shard) logp = x == Math<Acc>::infinity() ? Math<Acc>::nan() : x;
+    } else if (is_in_vocabulary(p, id)) {
+      logp = -Math<Acc>::infinity();
     } else if (p.invalid_is_nan && !is_ignored(p, id)) {
       logp = Math<Acc>::nan();
     }
@@ -143,14 +154,14 @@ __device__ __forceinline__ void write_row(const LogpParams& p, u32 row, const Ro
   }
 }
 
-// Writes the zeros of a row that was left out; called by one thread.
+// Writes the zeros of a row that was left out, for a shard those of an empty sum; called by one thread.
 template <class Acc>
 __device__ __forceinline__ void write_skipped_row(const LogpParams& p, u32 row) {
   store_statistic(p.row_max, row, Acc(0));
-  store_statistic(p.log_sum, row, Acc(0));
+  store_statistic(p.log_sum, row, p.is_shard ? -Math<Acc>::infinity() : Acc(0));
   store_statistic(p.entropy, row, Acc(0));
 #pragma unroll 1
-  for (u32 k = 0; k < p.num_ids; ++k) store_as(p.logp, row * p.num_ids + k, p.logp_dtype, Acc(0));
+  for (u32 k = 0; k < p.num_ids; ++k) store_as(p.logp, row * p.num_ids + k, p.logp_dtype, no_target<Acc>(p));
 }
 
 // This thread's vectors of a tile.

@@ -28,16 +28,18 @@ struct LogpParams {
   const u8* row_mask;  // [num_rows], 0: leave the row out; nullptr: all rows
   i64 num_rows;
   i64 inner_rows;
-  i64 vocab_size;  // below 2^31, so columns fit in 32 bits; offsets of rows do not
+  i64 vocab_size;  // of these logits; below 2^31, so columns fit in 32 bits; offsets of rows do not
+  i64 vocab_start;        // the first column's id; these two are 0 and vocab_size unless the logits are a shard
+  i64 global_vocab_size;  // of all shards: an id in [0, global_vocab_size) is some shard's column
   i64 num_ids;  // at most kMaxIds
-  i64 ignore_index;
+  i64 ignore_index;  // less vocab_start
   double inv_temperature;
   i32 use_ignore_index;
-  i32 invalid_is_nan;  // what an id outside [0, vocab_size) gives: NaN, or 0
+  i32 invalid_is_nan;  // what an id outside [0, global_vocab_size) gives: NaN, or 0
   i32 token_id_bytes;  // 4 or 8
   i32 logp_dtype;      // a DType
   i32 row_max_is_raw;  // row_max is of the logits, not of logits / T: what loses no precision
-  i32 unused;
+  i32 is_shard;        // the forward leaves what a merge of shards needs; see write_row
   // From here on read by the backward only.
   RowView grad_logits;  // may be the logits themselves
   RowView grad_logp;

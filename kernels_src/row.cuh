@@ -17,10 +17,12 @@ struct RowIndex {
   }
 };
 
+// Less vocab_start, so that a valid id is a column. Unsigned, since ids may be anything and wrap.
 __device__ __forceinline__ i64 token_id(const LogpParams& p, const RowIndex& at, u32 k) {
   const i64 i = at.offset(p.token_ids) + k * p.token_ids_last;
-  return p.token_id_bytes == 8 ? static_cast<const i64*>(p.token_ids.data)[i]
-                               : static_cast<i64>(static_cast<const int*>(p.token_ids.data)[i]);
+  const i64 id = p.token_id_bytes == 8 ? static_cast<const i64*>(p.token_ids.data)[i]
+                                       : static_cast<i64>(static_cast<const int*>(p.token_ids.data)[i]);
+  return static_cast<i64>(static_cast<u64>(id) - static_cast<u64>(p.vocab_start));
 }
 
 __device__ __forceinline__ bool is_ignored(const LogpParams& p, i64 id) {
@@ -29,6 +31,12 @@ __device__ __forceinline__ bool is_ignored(const LogpParams& p, i64 id) {
 
 __device__ __forceinline__ bool is_valid(const LogpParams& p, i64 id) {
   return id >= 0 && id < p.vocab_size && !is_ignored(p, id);
+}
+
+// Whether the id is a column of these logits or, if they are a shard, of another shard's.
+__device__ __forceinline__ bool is_in_vocabulary(const LogpParams& p, i64 id) {
+  const u64 global = static_cast<u64>(id) + static_cast<u64>(p.vocab_start);
+  return global < static_cast<u64>(p.global_vocab_size) && !is_ignored(p, id);
 }
 
 // Whether any logit of the row is needed: it is not masked out and not all of its ids are ignored.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ sys.path.append(str(TESTS.parent))
 
 def pytest_addoption(parser):
     parser.addoption("--require-gpu", action="store_true", help="a missing GPU is an error, not a reason to skip")
+    parser.addoption(
+        "--require-integrations", action="store_true", help="a missing TRL, verl or OpenRLHF is an error too"
+    )
 
 
 def pytest_configure(config):
@@ -55,6 +59,18 @@ def time_limit():
 def device(request):
     """Each device in turn."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def require_package(pytestconfig):
+    """Call it with a package's name: skips where it is not installed, or fails with ``--require-integrations``."""
+
+    def require(name):
+        if importlib.util.find_spec(name) is None:
+            absent = pytest.fail if pytestconfig.getoption("--require-integrations") else pytest.skip
+            absent(f"needs {name}; it is not installed")
+
+    return require
 
 
 @pytest.fixture

@@ -342,12 +342,20 @@ def compile_counting(function, backend):
 
 
 @their_warnings
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+@pytest.mark.parametrize(
+    ("device", "backend", "kernel"),
+    [
+        *(pytest.param(*b.values, "auto", marks=b.marks) for b in BACKENDS),
+        *(pytest.param("cuda", "aot_eager", k, marks=pytest.mark.gpu) for k in ("online", "two_pass", "tma")),
+    ],
+)
 @pytest.mark.parametrize("form", ["ids [N]", "ids [N, K]"])
-def test_g10_compile(device, backend, form, ran):
+def test_g10_compile(device, backend, kernel, form, ran):
     """T = 0.7 and a different N each time: one graph, no breaks, values and gradients as the oracle's."""
+    if kernel == "tma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the bulk copy needs compute capability 9.0")
     compiled, compilations = compile_counting(
-        lambda x, ids: fused_logp(x, ids, temperature=0.7, return_entropy=True, return_lse=True),
+        lambda x, ids: fused_logp(x, ids, temperature=0.7, return_entropy=True, return_lse=True, kernel=kernel),
         backend,
     )
     for n in (5, 8, 300):  # 300: the kernel for many rows
@@ -363,6 +371,7 @@ def test_g10_compile(device, backend, form, ran):
         assert_gradient(grad, backward64(g, h, x, ids, temperature=0.7), x.dtype)
         if device == "cuda":
             assert len(ran) == 2, ran
+            assert kernel in ("auto", "online") or kernel in ran[0]
             ran.clear()
     assert len(compilations) == 1
 
@@ -455,6 +464,17 @@ def test_opcheck_forward(device, entropy, shape):
         ),
     ):
         torch.library.opcheck(ops.logp_forward, arguments)
+
+
+@their_warnings
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["online", "two_pass", "tma"])
+def test_opcheck_kernels(kernel, ran):
+    if kernel == "tma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the bulk copy needs compute capability 9.0")
+    x, ids = batch("cuda", v=64)  # rows aligned to 16 bytes
+    torch.library.opcheck(ops.logp_forward, (x, ids, None, 0.7, None, -100, "zero", torch.float32, True, kernel))
+    assert [s for s in ran if s.startswith("logp_forward")]
 
 
 @their_warnings

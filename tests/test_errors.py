@@ -579,7 +579,18 @@ def test_all_is_complete():
     assert set(fused_logp_hub.__all__) == public | {"__version__"}
 
 
-@pytest.mark.parametrize("module", ["fused_logp_hub", "fused_logp_hub._errors", "fused_logp_hub.rl_kernel"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "fused_logp_hub",
+        "fused_logp_hub._errors",
+        "fused_logp_hub.integrations",
+        "fused_logp_hub.integrations.openrlhf",
+        "fused_logp_hub.integrations.trl",
+        "fused_logp_hub.integrations.verl",
+        "fused_logp_hub.rl_kernel",
+    ],
+)
 def test_all_is_sorted_and_true(module):
     """What a module defines without an underscore, in order."""
     module = importlib.import_module(module)

@@ -104,6 +104,14 @@ def test_driver_that_does_not_start(put, capsys, code):
     assert f"problem: {message}\n" in capsys.readouterr().out
 
 
+def test_driver_older_than_the_calls(put):
+    del put((9, 0)).library.cuLaunchKernelEx
+    assert error_of(DriverError) == (
+        "libcuda.so.1: expected a driver for CUDA 12.0 or newer, got one without cuLaunchKernelEx. "
+        "Update the NVIDIA driver."
+    )
+
+
 def test_driver_too_old_for_a_cubin(put):
     put((12, 0), version=12040)
     head, *trace = error_of(NoMatchingKernelError).splitlines()
@@ -153,14 +161,13 @@ def test_damaged_cubin_stops_at_the_first_use(put, package):
     assert not fake.called("cuLibraryLoadData")
 
 
-@pytest.mark.parametrize("call", ["cuLibraryLoadData", "cuKernelGetFunction", "cuLaunchKernel"])
-def test_first_call_in_a_capture_that_the_driver_refuses(put, call):
-    """Drivers before CUDA 12.3; newer ones load a kernel meanwhile (test_gpu_failures.py)."""
-    put((9, 0), errors={call: 900}, version=12020)
+@pytest.mark.parametrize("call", ["cuLibraryLoadData", "cuKernelGetFunction", "cuLaunchKernelEx"])
+def test_call_that_the_driver_refuses_in_a_capture(put, call):
+    """One in another thread, which this package cannot see; its own are in test_cuda_graphs.py."""
+    put((9, 0), errors={call: 900})
     assert error_of(DriverError, first_launch).endswith(
         "expected success, got CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900): operation not permitted when stream is "
-        "capturing. Call fused_logp_hub.preload() before capturing a graph: drivers before CUDA 12.3 load no kernel "
-        "meanwhile."
+        "capturing. Call fused_logp_hub.preload() before capturing a graph."
     )
 
 
@@ -198,7 +205,7 @@ def test_second_gpu_needs_no_context_on_the_first(put):
     first_launch(1)
     assert fake.active == {1}
     assert {context for (context,) in fake.called("cuKernelGetFunction")} == {1001}
-    assert fake.called("cuLaunchKernel") == [(1001, 7)]
+    assert fake.called("cuLaunchKernelEx") == [(1001, 7)]
     assert fake.stack() == []  # what was pushed was popped
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fused_logp_hub import ArgumentError, SecondDerivativeError, fused_logp
 
@@ -33,6 +34,13 @@ def test_same_bits_in_the_logits_memory(device, dtype, shape):
     assert places == [False, True]
 
 
+def test_no_rows(device):
+    """No rows overlap, whatever strides PyTorch gives them (0 here)."""
+    leaf = torch.empty(2, 0, 1, device=device, requires_grad=True)
+    fused_logp(leaf * 1, torch.empty(2, 0, dtype=torch.int64, device=device), inplace_backward=True).sum().backward()
+    assert leaf.grad.shape == (2, 0, 1)
+
+
 def test_a_view_of_strided_rows(device):
     """Only the rows' own elements are written."""
     leaf, whole, _ = batch(device, shape=(4, 5, 64))
@@ -45,14 +53,78 @@ def test_a_view_of_strided_rows(device):
     assert leaf.grad[:, :-1, :60].abs().sum() > 0
 
 
-@pytest.mark.parametrize("other", ["another fused_logp", "log_softmax"])
+OTHERS = {
+    "another fused_logp": lambda logits, ids: fused_logp(logits, ids).sum(),
+    "a product": lambda logits, ids: (logits * logits).sum(),
+    "reentrant checkpoint": lambda logits, ids: checkpoint(lambda x: x.square().sum(), logits, use_reentrant=True),
+    "checkpoint": lambda logits, ids: checkpoint(lambda x: x.square().sum(), logits, use_reentrant=False),
+}
+
+
+def test_a_view_from_an_autograd_function(device):
+    """As fused heads return their logits: the memory behind the view is nobody's leaf."""
+
+    class Head(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.new_empty(x.numel()).copy_(x.flatten()).view(x.shape)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    leaf, logits, ids = batch(device)
+    (expected,) = torch.autograd.grad(fused_logp(logits, ids).sum(), leaf)
+    (grad,) = torch.autograd.grad(fused_logp(Head.apply(leaf), ids, inplace_backward=True).sum(), leaf)
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_a_second_loss_on_the_same_logits_is_an_error(device, other):
     _, logits, ids = batch(device)
     first = fused_logp(logits, ids, inplace_backward=True).sum()
-    second = fused_logp(logits, ids).sum() if other == "another fused_logp" else (logits * logits).sum()
+    second = other(logits, ids)
     first.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         second.backward()
+
+
+def test_an_operation_that_kept_its_result_is_an_error(device):
+    """tanh's own backward needs the logits that it returned."""
+    leaf, _, ids = batch(device)
+    loss = fused_logp(leaf.tanh(), ids, inplace_backward=True).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_hooks_on_saved_tensors_are_an_error(device):
+    """There PyTorch compares no versions: the product would square gradients instead of logits."""
+    leaf, _, ids = batch(device)
+
+    def both(leaf):
+        logits = leaf * 1
+        return logits.square().sum() + fused_logp(logits, ids, inplace_backward=True).sum()
+
+    with pytest.raises(ArgumentError, match=r"^inplace_backward: expected no hooks on saved tensors"):
+        checkpoint(both, leaf, use_reentrant=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        _, logits, ids = batch(device)
+        with pytest.raises(ArgumentError, match=r"^inplace_backward: expected no hooks on saved tensors"):
+            fused_logp(logits, ids, inplace_backward=True)
+    _, logits, ids = batch(device)
+    fused_logp(logits, ids, inplace_backward=True)  # the hooks are gone
+
+
+def test_reentrant_checkpoint(device):
+    """Its second forward is an ordinary one, so versions are compared."""
+    leaf, logits, ids = batch(device)
+    (expected,) = torch.autograd.grad(fused_logp(logits, ids).sum(), leaf)
+
+    def loss(leaf):
+        return fused_logp(leaf * 1, ids, inplace_backward=True).sum()
+
+    checkpoint(loss, leaf, use_reentrant=True).backward()
+    assert torch.equal(leaf.grad, expected)
 
 
 def test_a_second_backward_through_it_is_an_error(device):
@@ -82,10 +154,11 @@ def test_forward_alone_changes_nothing(device):
     ("make", "reason"),
     [
         (lambda leaf: leaf, "leaf"),
+        (lambda leaf: leaf[:, :500], "view of a leaf"),
         (lambda leaf: (leaf * 1)[:1].expand(6, 1000), "strides"),
         (lambda leaf: (leaf * 1)[:, ::2], "strides"),
     ],
-    ids=["leaf", "expanded", "every second column"],
+    ids=["leaf", "view of a leaf", "expanded", "every second column"],
 )
 def test_logits_that_cannot_be_overwritten(device, make, reason):
     leaf, _, ids = batch(device)

@@ -14,6 +14,7 @@ import torch
 from support.manifests import SYNTHETIC
 
 from fused_logp_hub import _checks, _launch, _ops, _params
+from fused_logp_hub._problem import Shard
 
 FIELDS = {
     "forward": (_params.LOGP_FORWARD, _params.LOGP_FORWARD_FIELDS),
@@ -138,3 +139,33 @@ def test_vocabulary_stride_is_copied_first(launched, shape):
 
 def test_parameters_fit_the_buffer():
     assert struct.calcsize("=" + "".join(c for _, c in FIELDS["backward"][1])) == _params.MAX_PARAMS_BYTES
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 5, -(2**63), 2**63 - 1])
+def test_ids_of_a_shard(launched, ignore_index):
+    """Columns beyond the vocabulary are not the kernels', and the ignored id is moved as the kernels move ids."""
+    logits, ids = torch.randn(4, 40), torch.zeros(4, dtype=torch.int64)
+    problem = _checks.make_problem(logits, ids, None, 1.0, ignore_index, "zero", Shard(90, 110))
+    _, statistics, entropy = _ops.run_forward(problem, "auto", torch.float32, True, True)
+    _ops.run_backward(problem, "auto", statistics, entropy, torch.ones(4), None)
+    whole = _checks.make_problem(logits, ids, None, 1.0, ignore_index, "zero")
+    _ops.run_forward(whole, "auto", torch.float32, True, True)
+    *shards, (_, fields) = launched
+    assert [fields[name] for name in ("vocab_start", "global_vocab_size", "is_shard")] == [0, 40, 0]
+    assert fields["ignore_index"] == ignore_index
+    assert len(shards) == 2
+    for _, fields in shards:
+        assert row_addresses(fields["logits"], fields, 4) == expected_addresses(logits, 1)
+        names = ("vocab_size", "vocab_start", "global_vocab_size", "is_shard")
+        assert [fields[name] for name in names] == [20, 90, 110, 1]
+        assert (fields["ignore_index"] - ignore_index + 90) % 2**64 == 0
+
+
+def test_padding_of_a_shard_has_no_blocks(launched):
+    """A tile's worth of columns, and one of padding: the kernels count tiles without it, and so must the grid."""
+    logits, ids = torch.randn(3, 2049), torch.zeros(3, dtype=torch.int64)
+    problem = _checks.make_problem(logits, ids, None, 1.0, None, "zero", Shard(0, 2048))
+    _, statistics, _ = _ops.run_forward(problem, "auto", torch.float32, True, False)
+    _ops.run_backward(problem, "auto", statistics, None, torch.ones(3), None)
+    grid, fields = launched[-1]
+    assert (grid, fields["vocab_size"]) == (3, 2048)

@@ -30,7 +30,7 @@ def in_child(work):
 
 def use():
     first_launch()
-    assert len(fake.called("cuLaunchKernel")) == 1
+    assert len(fake.called("cuLaunchKernelEx")) == 1
 
 def reference():
     ids = torch.zeros(2, dtype=torch.int64)

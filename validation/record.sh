@@ -45,3 +45,5 @@ record doctor "python3 -P -m fused_logp_hub doctor" 60
 record demo "python3 -P -m fused_logp_hub demo" 30
 record example "python3 examples/score_qwen.py --batch 32" 12
 record speed "python3 benchmarks/run.py --only shapes --shapes '4096x128256-bf16' --providers ours --out \$(mktemp -d)" 20
+record memory "python3 -P validation/peak_memory.py" 10
+record entropy "python3 -P validation/entropy_cost.py" 10

@@ -15,6 +15,7 @@ import torch
 
 import fused_logp_hub
 from fused_logp_hub import NoMatchingKernelError, fused_logp
+from fused_logp_hub.distributed import shard_backward, shard_statistics
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # one vector and less, a ragged tile, several tiles and segments, odd lengths at every alignment; clusters of 8 and 4
@@ -44,6 +45,26 @@ def check(logits: torch.Tensor, ids: torch.Tensor, kernel: str, **options: objec
     return True
 
 
+def check_shard(logits: torch.Tensor, kernel: str, vocab_size: int) -> bool:
+    """The same for a shard in the middle of a vocabulary, with ids before, in and behind it."""
+    n, v = logits.shape
+    ids = torch.randint(-5, v + 60, (n, 2), device="cuda")
+    place = {"vocab_start": 30, "vocab_size": vocab_size}
+    results = []
+    for name in (kernel, "reference"):
+        try:
+            packed = shard_statistics(logits, ids, kernel=name, **place)
+        except NoMatchingKernelError:
+            return False
+        g = torch.ones(n, 2, device="cuda")
+        results.append((packed, shard_backward(g, logits, ids, packed[0], packed[1], kernel=name, **place)))
+    (packed, grad), (expected, expected_grad) = results
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-6)
+    bound = TOLERANCE[logits.dtype]
+    torch.testing.assert_close(grad, expected_grad, atol=bound, rtol=bound)
+    return True
+
+
 def main(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int], ...]) -> None:
     torch.manual_seed(0)
     runs = 0
@@ -57,6 +78,8 @@ def main(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int], ...]) -
         runs += check(logits, ids, kernel, row_mask=mask, temperature=0.7)
         several = torch.randint(v, (n, 3), device="cuda", dtype=torch.int32)
         runs += check(logits, several, kernel, row_indices=torch.tensor([0, n, 0, -5], device="cuda"))
+        runs += check_shard(logits, kernel, 30 + v + 20)
+        runs += check_shard(logits, kernel, 30 + max(v - 3, 1))  # the last columns are padding
     for dtype in dtypes:  # in place, and sliced to a ragged end
         logits = torch.randn(4, 6, 1032, device="cuda").to(dtype)[:, :-1, :1031]
         ids = torch.randint(1031, (4, 5), device="cuda")

@@ -171,13 +171,14 @@ class _Library:
             driver.stack().pop()
             return int(driver.status("cuCtxPopCurrent"))
 
-        def launch(*arguments):
-            return int(driver.status("cuLaunchKernel", driver.stack()[-1], arguments[8]))
+        def launch(config, *_):
+            packed = ctypes.string_at(config, _driver._CONFIG.size)
+            return int(driver.status("cuLaunchKernelEx", driver.stack()[-1], _driver._CONFIG.unpack(packed)[7]))
 
         self.cuCtxGetCurrent = _Function(get_current)
         self.cuCtxPushCurrent_v2 = _Function(push)
         self.cuCtxPopCurrent_v2 = _Function(pop)
-        self.cuLaunchKernel = _Function(launch)
+        self.cuLaunchKernelEx = _Function(launch)
 
 
 def function(ordinal=0):

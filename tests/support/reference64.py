@@ -127,11 +127,13 @@ def backward64(
     grad = (grad + targets) * rows.inv_t
     untouched = ~rows.admitted | rows.ignored.all(-1) | ((g == 0).all(-1) & (h.squeeze(-1) == 0))
     untouched = untouched.unsqueeze(-1)
-    spread = h.squeeze(-1).abs() * _norms(p * entropy - plp)
+    # log p + H: where p is near 1 both are near 0, but log_sum is that of a sum above 1, known to its ulp
+    spread = h.squeeze(-1).abs() * (_norms(p * entropy - plp) + _norms(p))
     scale = g.abs().sum(-1) + spread
     softmax = g.sum(-1).abs() * _norms(p) + h.squeeze(-1).abs() * (_norms(plp + p * entropy) + _norms(p))
     scale, softmax = ((t * rows.inv_t.squeeze(-1)).nan_to_num(0.0, 0.0, 0.0) for t in (scale, softmax))
-    return ExpectedGradient(grad.where(~untouched, 0.0), untouched | ((p == 0) & (targets == 0)), scale, softmax)
+    zero = untouched | ((p == 0) & (targets == 0) & (grad == 0))  # an upstream NaN takes the -inf columns along
+    return ExpectedGradient(grad.where(~untouched, 0.0), zero, scale, softmax)
 
 
 def _p_log_p(lp: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,6 +168,23 @@ def assert_values(name: str, actual: Tensor, expected: Tensor, dtype: torch.dtyp
     error = (actual - expected).where(~nan & ~infinite, 0.0).abs()
     bound = absolute + relative * expected.where(~nan & ~infinite, 0.0).abs()
     assert (error <= bound).all(), f"{name}: error {_worst(error, bound)} times the tolerance {_where(error > bound)}"
+
+
+def assert_forward(
+    expected: Expected, dtype: torch.dtype, logp: Tensor, entropy: Tensor, row_max: Tensor, log_sum: Tensor
+) -> None:
+    """All results of a forward over logits of that dtype, and zeros exactly where they belong."""
+    for tensor in (logp, entropy, row_max, log_sum):
+        assert tensor.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert tensor.device == expected.logp.device
+    assert_values("logp", logp, expected.logp, dtype)
+    assert (logp[expected.zero] == 0).all(), "logp: expected exactly 0 in rows left out and at invalid ids"
+    assert not (logp > 0).any(), "logp: expected at most 0"
+    for name, actual in (("entropy", entropy), ("row_max", row_max), ("log_sum", log_sum)):
+        # NaN is allowed in a broken row, not asked for
+        wanted = getattr(expected, name).where(~expected.broken, 0.0)
+        assert_values(name, actual.where(~expected.broken, 0.0), wanted, dtype)
+        assert (actual[expected.left_out] == 0).all(), f"{name}: expected exactly 0 in rows left out"
 
 
 def assert_gradient(

@@ -1,0 +1,117 @@
+"""What the public functions have in common: from checked arguments to results, and to gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fused_logp_hub import _checks, _library, _ops
+from fused_logp_hub._errors import ArgumentError
+from fused_logp_hub._problem import Problem
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class LogpResult(NamedTuple):
+    """Result of `fused_logp` with a ``return_*`` flag; fields not asked for are None.
+
+    ``logp`` has the ids' shape, the others the logits' leading shape. ``logp`` and ``entropy`` (nats) are
+    differentiable; ``row_max`` and ``log_sum`` are constants to autograd, with
+    logsumexp(logits / T) = row_max + log_sum.
+    """
+
+    logp: Tensor
+    entropy: Tensor | None
+    row_max: Tensor | None
+    log_sum: Tensor | None
+
+
+def is_plain(logits: Tensor) -> bool:
+    """Whether a call may go around the dispatcher: nothing traces, wraps or intercepts tensors."""
+    return not torch.compiler.is_compiling() and type(logits) in PLAIN and not torch._C._len_torch_dispatch_stack()
+
+
+def merge_mask(row_indices: Tensor, row_mask: Tensor | None, logits: Tensor) -> Tensor:
+    """row_indices as a mask over the logits' leading shape, and row_mask where given."""
+    _checks.tensor("logits", logits)
+    _checks.row_indices(row_indices, logits)
+    if row_mask is not None:
+        _checks.leading_tensor("row_mask", row_mask, logits, (torch.bool,))
+    leading = logits.shape[:-1]
+    make = _ops.row_mask_from_indices if is_plain(logits) else _library.row_mask_from_indices
+    mask = make(row_indices, leading.numel()).view(leading)
+    return mask if row_mask is None else mask & row_mask
+
+
+def compute(
+    problem: Problem,
+    kernel: str,
+    out_dtype: torch.dtype,
+    return_lse: bool,
+    return_entropy: bool,
+    inplace_backward: bool,
+    run: _ops.Run,
+) -> _ops.Results:
+    """The results of ``run``; where the logits require grad, of a node in autograd's graph."""
+    logits = problem.logits
+    if not (logits.requires_grad and torch.is_grad_enabled()):
+        return run(problem, kernel, out_dtype, return_lse, return_entropy)
+    if inplace_backward:
+        _checks.overwritable(logits)
+    more = return_lse or return_entropy
+    results = _ops.LogpFunction.apply(  # type: ignore[no-untyped-call]
+        logits, problem, kernel, out_dtype, more, return_entropy, inplace_backward, run
+    )
+    return results if more else (results, None, None)
+
+
+def result(
+    results: _ops.Results, temperature: float | Tensor, return_lse: bool, return_entropy: bool
+) -> Tensor | LogpResult:
+    """What the caller asked for."""
+    logp, statistics, entropy = results
+    if not (return_lse or return_entropy):
+        return logp
+    row_max = log_sum = None
+    if return_lse and statistics is not None:
+        row_max, log_sum = statistics.detach().unbind(0)
+        if isinstance(temperature, Tensor):
+            row_max = row_max * temperature.to(row_max.dtype).reciprocal()
+        elif temperature != 1.0:
+            row_max = row_max * (1.0 / temperature)
+    return LogpResult(logp, entropy if return_entropy else None, row_max, log_sum)
+
+
+def backward(
+    problem: Problem,
+    kernel: str,
+    row_max: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor | None,
+    raw: bool,
+    grad_logp: Tensor,
+    grad_entropy: Tensor | None,
+    grad_logits: Tensor | None,
+) -> Tensor:
+    """The gradient at the logits into ``grad_logits``, by default new memory; raw as in `_ops.backward`."""
+    logits, token_ids = problem.logits, problem.token_ids
+    _checks.leading_tensor("grad_logp", grad_logp, logits, _checks.FLOAT_DTYPES, token_ids.shape[logits.dim() - 1 :])
+    _checks.no_autograd("grad_logp", grad_logp)
+    _checks.no_autograd("logits", logits)
+    row_max = _checks.statistic("row_max", row_max, logits)
+    log_sum = _checks.statistic("log_sum", log_sum, logits)
+    if (entropy is None) != (grad_entropy is None):
+        raise ArgumentError("grad_entropy: expected both entropy and grad_entropy or neither, got one. Pass both.")
+    if entropy is not None and grad_entropy is not None:
+        entropy = _checks.statistic("entropy", entropy, logits)
+        _checks.leading_tensor("grad_entropy", grad_entropy, logits, _checks.FLOAT_DTYPES)
+    if grad_logits is None:
+        grad_logits = _ops.empty_grad(logits)
+    else:
+        _checks.grad_logits(grad_logits, logits)
+        increment_version(grad_logits)
+    _ops.backward(problem, kernel, row_max, log_sum, entropy, raw, grad_logp, grad_entropy, grad_logits)
+    return grad_logits
