@@ -1,19 +1,19 @@
 """Hatchling's build hook: compiles the cubins into the wheel, or beside an editable checkout.
 
-A wheel holds no host binary, so its tag names the platform only because the loader is for Linux.
+A wheel holds no host binary: its tag names the platform because that is where there are drivers to load it.
 """
 
 from __future__ import annotations
 
-import platform
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_MACHINES = ("x86_64", "aarch64")
+_PLATFORMS = ("linux-x86_64", "linux-aarch64")
 _CUBINS = "fused_logp_hub/cubins"
 
 
@@ -39,25 +39,32 @@ class CubinBuildHook(BuildHookInterface[Any]):
         build_data["pure_python"] = False
         build_data["tag"] = _tag()
         editable = version == "editable"
-        self._compile(root, root / _CUBINS if editable else made)
+        cubins = root / _CUBINS if editable else made / "cubins"
+        sbom = self._compile(root, cubins, made)
+        build_data["sbom_files"].append(str(sbom))
         if not editable:
-            for path in sorted(made.iterdir()):
+            for path in sorted(cubins.iterdir()):
                 build_data["force_include"][str(path)] = f"{_CUBINS}/{path.name}"
 
-    def _compile(self, root: Path, out: Path) -> None:
+    def _compile(self, root: Path, out: Path, made: Path) -> Path:
+        """Fill `out` with the cubins and their manifest; return their bill of materials, a file in `made`."""
         from build_tools.build import build
         from build_tools.compilers import select_compiler
         from build_tools.errors import BuildError
         from build_tools.kernel_table import load_table
+        from build_tools.sbom import FILE_NAME, make_sbom, sbom_text
 
         try:
             table = load_table(root / "build_tools" / "kernels.toml")
             compiler = select_compiler(table)
             self.app.display_info(f"Compiling cubins with {compiler.name} {compiler.version}")
-            build(table, compiler, out, source_dir=root / "kernels_src", root=root)
+            manifest = build(table, compiler, out, source_dir=root / "kernels_src", root=root)
         except BuildError as error:
             # Not raised on: pip would bury the one line that matters in its traceback.
             self.app.abort(f"{type(error).__name__}: {error}")
+        sbom = made / FILE_NAME
+        sbom.write_text(sbom_text(make_sbom(manifest, compiler, root / "kernels_src")), encoding="utf-8", newline="\n")
+        return sbom
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if self.target_name != "wheel" or version == "editable":
@@ -73,10 +80,12 @@ class CubinBuildHook(BuildHookInterface[Any]):
 
 
 def _tag() -> str:
-    system, machine = platform.system(), platform.machine()
-    if system != "Linux" or machine not in _MACHINES:
+    # As Python's own cross-builds name the platform, so _PYTHON_HOST_PLATFORM=linux-aarch64 chooses it: the
+    # cubins are the same.
+    platform = sysconfig.get_platform()
+    if platform not in _PLATFORMS:
         raise RuntimeError(
-            f"platform: expected Linux on {' or '.join(_MACHINES)}, got {system} on {machine}. "
+            f"platform: expected {' or '.join(_PLATFORMS)}, got {platform}. "
             "Build there; the package has no GPU driver to talk to elsewhere."
         )
-    return f"py3-none-manylinux_2_17_{machine}"
+    return f"py3-none-manylinux_2_17_{platform.removeprefix('linux-')}"

@@ -38,11 +38,13 @@ class Compiler(Protocol):
     """Compiles one source for one architecture. `version` is the CUDA release, 12.9.86 for example.
 
     `folders`: folders of this machine that the compiler was given and that no cubin may name.
+    `packages`: name and version of the packages from PyPI that it and its headers came in.
     """
 
     name: str
     version: str
     folders: tuple[Path, ...]
+    packages: tuple[tuple[str, str], ...]
 
     def compile(
         self, source: Path, include_dirs: Sequence[Path], architecture: str, flags: Sequence[str]

@@ -3,6 +3,8 @@
 BuildError
 ├── TableError               kernels.toml is not what the build expects
 ├── CompilerError            no compiler, not the pinned version, or the source does not compile
+├── HubExportError           a wheel that cannot be written in the layout of the kernels hub
+├── ReleaseError             tag, version and changelog do not agree
 └── GateError                it compiled, and must not ship
     ├── CompilerWarningError   the compiler warned
     ├── NotACubinError         not a whole ELF file for a CUDA device
@@ -17,7 +19,8 @@ BuildError
     ├── UnlaunchableError      more registers than a block may hold
     ├── BuildPathError         a folder of the build machine stands in the bytes
     ├── WheelSizeError         the wheel is over the limit
-    └── WheelContentsError     the wheel holds something else than the manifest says
+    ├── WheelContentsError     the wheel holds something else than the manifest says
+    └── WheelTagError          the wheel's name does not say which machines it is for
 """
 
 
@@ -30,6 +33,14 @@ class TableError(BuildError):
 
 
 class CompilerError(BuildError):
+    pass
+
+
+class HubExportError(BuildError):
+    pass
+
+
+class ReleaseError(BuildError):
     pass
 
 
@@ -90,4 +101,8 @@ class WheelSizeError(GateError):
 
 
 class WheelContentsError(GateError):
+    pass
+
+
+class WheelTagError(GateError):
     pass

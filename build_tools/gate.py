@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from build_tools.compilers import Compilation
-from build_tools.elf import Cubin, parse_cubin
+from build_tools.elf import EM_CUDA, Cubin, parse_cubin
 from build_tools.errors import (
     ArchitectureError,
     BuildPathError,
@@ -151,13 +151,17 @@ def _path_findings(image: bytes, folders: Iterable[Path]) -> Iterator[GateError]
             )
 
 
+def _is_host_binary(data: bytes) -> bool:
+    return data.startswith(b"\x7fELF") and int.from_bytes(data[18:20], "little") != EM_CUDA
+
+
 def check_wheel(path: Path) -> None:
     """Returns if the wheel may ship.
 
     Raises:
         WheelSizeError: it is over 5 MB.
-        WheelContentsError: it holds PTX, a fat binary, a source or a host binary, has no manifest,
-            or its cubins are not those of its manifest.
+        WheelContentsError: it holds PTX, a fat binary, a source or a host binary (by name or content), has no
+            manifest, or its cubins are not those of its manifest.
     """
     size = path.stat().st_size
     if size > MAX_WHEEL_BYTES:
@@ -168,7 +172,7 @@ def check_wheel(path: Path) -> None:
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         for name in names:
-            if name.endswith(_FORBIDDEN_SUFFIXES):
+            if name.endswith(_FORBIDDEN_SUFFIXES) or _is_host_binary(wheel.read(name)):
                 raise WheelContentsError(f"{path.name}: expected Python and cubins only, got {name}. Exclude it.")
         manifests = [name for name in names if name.endswith("/cubins/manifest.json")]
         if len(manifests) != 1:

@@ -27,6 +27,7 @@ class Nvcc:
             )
         self.version = found[1]
         self.folders: tuple[Path, ...] = ()
+        self.packages: tuple[tuple[str, str], ...] = ()
 
     def compile(
         self, source: Path, include_dirs: Sequence[Path], architecture: str, flags: Sequence[str]

@@ -21,7 +21,9 @@ class Nvrtc:
         distribution = _find(str(pin.distribution))
         # metadata, not nvrtcVersion: that one says 12.9 and leaves out the 86.
         self.version = distribution.version
-        self.folders = tuple(_include_folder(_find(name)) for name in pin.header_distributions)
+        headers = [_find(name) for name in pin.header_distributions]
+        self.folders = tuple(_include_folder(found) for found in headers)
+        self.packages = tuple((found.name, found.version) for found in (distribution, *headers))
         library = _file(distribution, lambda path: path.name.startswith("libnvrtc.so"))
         try:
             self._library = ctypes.CDLL(str(library))

@@ -15,7 +15,8 @@ from fused_logp_hub import _checks, _ops
 from fused_logp_hub._errors import SecondDerivativeError
 from fused_logp_hub._problem import Problem, accumulation_dtype
 
-_NAMESPACE = "fused_logp_hub"
+# The package's own name: a loader that gives each copy of the package another one (the `kernels` hub) loads several.
+_NAMESPACE = __name__.partition(".")[0]
 
 
 def _problem(

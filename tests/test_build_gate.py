@@ -12,7 +12,7 @@ pytest.importorskip("build_tools", reason="the build tools are not part of the w
 
 from build_project import compiler_or_skip
 
-from build_tools import elf, errors, gate
+from build_tools import elf, errors, gate, repair
 from build_tools.compilers import Compilation
 from build_tools.kernel_table import Architecture, Kernel, load_table
 
@@ -216,6 +216,34 @@ def make_wheel(tmp_path):
 
 def test_wheel(make_wheel):
     gate.check_wheel(make_wheel())
+
+
+def test_host_binary_under_another_name(make_wheel):
+    image = b"\x7fELF\x02\x01" + bytes(12) + (62).to_bytes(2, "little") + bytes(44)  # 62: x86-64
+    with pytest.raises(errors.WheelContentsError, match=r"expected Python and cubins only, got p/cubins/a\.cubin"):
+        gate.check_wheel(make_wheel(image, recorded=image))
+
+
+def test_repair_keeps_what_may_ship(make_wheel, tmp_path):
+    wheel = make_wheel()
+    tagged = wheel.rename(wheel.with_name("p-1-py3-none-manylinux_2_17_aarch64.whl"))
+    assert repair.main([str(tagged), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / tagged.name).read_bytes() == tagged.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("p-1-py3-none-any.whl", {}, "WheelTagError: p-1-py3-none-any.whl: expected a tag py3-none-manylinux_2_17_"),
+        ("p-1-py3-none-manylinux_2_17_x86_64.whl", {"manifest": False}, "WheelContentsError: "),
+    ],
+)
+def test_repair_refuses_the_rest(make_wheel, tmp_path, capsys, name, options, message):
+    wheel = make_wheel(**options)
+    wheel = wheel.rename(wheel.with_name(name))
+    assert repair.main([str(wheel), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith(message)
+    assert not (tmp_path / "out").exists()
 
 
 def test_oversized_wheel(make_wheel):

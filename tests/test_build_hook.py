@@ -88,10 +88,21 @@ def test_wheel_and_sdist(project, tmp_path, backend):
     done = backend(f"build_wheel({str(tmp_path / 'b')!r})", tmp_path / "fused_logp_hub-1.2.3")
     assert done.returncode == 0, done.stdout + done.stderr
 
-    (first,), (second,) = (list((tmp_path / name).iterdir()) for name in "ab")
+    # The other machine's wheel, built here: all but the tag is the same.
+    done = backend(f"build_wheel({str(tmp_path / 'c')!r})", _PYTHON_HOST_PLATFORM="linux-aarch64")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    (first,), (second,), (other,) = (list((tmp_path / name).iterdir()) for name in "abc")
     assert first.name.startswith("fused_logp_hub-1.2.3-py3-none-manylinux_2_17_")
     assert first.read_bytes() == second.read_bytes()
+    assert other.name == "fused_logp_hub-1.2.3-py3-none-manylinux_2_17_aarch64.whl"
+    with zipfile.ZipFile(other) as there, zipfile.ZipFile(first) as here:
+        assert {n for n in here.namelist() if here.read(n) != there.read(n)} <= {
+            f"fused_logp_hub-1.2.3.dist-info/{name}" for name in ("WHEEL", "RECORD")
+        }
     with zipfile.ZipFile(first) as wheel:
+        assert "fused_logp_hub-1.2.3.dist-info/sboms/fused_logp_hub.cdx.json" in wheel.namelist()
+        assert "fused_logp_hub-1.2.3.dist-info/licenses/LICENSE" in wheel.namelist()
         names = {name for name in wheel.namelist() if name.startswith("fused_logp_hub/")}
         recorded = json.loads(wheel.read("fused_logp_hub/cubins/manifest.json"))
     assert (recorded["source_commit"], recorded["dirty"]) == (commit, False)

@@ -126,7 +126,7 @@ def test_compiler_of_another_version():
 def test_pins_are_those_of_pyproject():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pin = load_table().compilers["nvrtc"]
-    assert text.count(f'"{pin.distribution}=={pin.version}"') == 2  # build-system and extra `test`
+    assert text.count(f'"{pin.distribution}=={pin.version}"') == 2  # build-system and group `nvrtc`
     for name in pin.header_distributions:
         assert text.count(f'"{name}==12.9.*"') == 2
 
