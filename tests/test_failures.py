@@ -171,6 +171,18 @@ def test_call_that_the_driver_refuses_in_a_capture(put, call):
     )
 
 
+def test_what_is_loaded_is_known(put):
+    """Which a capture asks before it would load a kernel."""
+    put((9, 0))
+    manifest = _manifest.shipped()
+    kernel = manifest.kernels[0]
+    cubin = manifest.closest(kernel.module, (9, 0), 13000)
+    device = _driver.device(0)
+    assert not device.has(kernel, cubin)
+    fused_logp_hub.preload(0)
+    assert device.has(kernel, cubin)
+
+
 # ---- PyTorch.
 
 
