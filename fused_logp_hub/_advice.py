@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _DOCTOR = "Run `fused-logp-hub doctor`."
-_CAPTURE = "Call fused_logp_hub.preload() before capturing a graph: drivers before CUDA 12.3 load no kernel meanwhile."
+_CAPTURE = "Call fused_logp_hub.preload() before capturing a graph."
 _MPS = "Look at this node's MPS daemon, or unset CUDA_MPS_PIPE_DIRECTORY."
 _REINSTALL = "Reinstall fused-logp-hub; if it stays, report this as a bug."
 

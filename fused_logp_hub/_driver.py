@@ -80,7 +80,13 @@ def libcuda() -> ctypes.CDLL:
                 "Install the NVIDIA driver, or use CPU tensors or kernel='reference'."
             ) from None
         pointer = ctypes.c_void_p
-        library.cuLaunchKernelEx.argtypes = [pointer] * 4
+        try:
+            library.cuLaunchKernelEx.argtypes = [pointer] * 4
+        except AttributeError:
+            raise DriverError(
+                "libcuda.so.1: expected a driver for CUDA 12.0 or newer, got one without cuLaunchKernelEx. "
+                "Update the NVIDIA driver."
+            ) from None
         library.cuCtxGetCurrent.argtypes = [pointer]
         library.cuCtxPushCurrent_v2.argtypes = [pointer]
         library.cuCtxPopCurrent_v2.argtypes = [pointer]
@@ -187,7 +193,7 @@ class Device:
                 self._functions[key] = found
         return found
 
-    def has(self, manifest: Manifest, kernel: KernelRow, cubin: Cubin) -> bool:
+    def has(self, kernel: KernelRow, cubin: Cubin) -> bool:
         """Whether `function` would load nothing."""
         return (cubin.sha256, kernel.symbol) in self._functions
 

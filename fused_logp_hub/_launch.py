@@ -89,7 +89,7 @@ def _plan(op: str, requested: str, facts: _selection.Facts, device_index: int) -
     manifest = _manifest.shipped()
     chosen = _selection.select_or_raise(manifest, op, requested, facts)
     device = _driver.device(device_index)
-    if torch.cuda.is_current_stream_capturing() and not device.has(manifest, chosen.kernel, chosen.cubin):
+    if torch.cuda.is_current_stream_capturing() and not device.has(chosen.kernel, chosen.cubin):
         raise KernelUnavailableError(
             f"CUDA graph: expected a loaded kernel, got the first use of {chosen.kernel.symbol} during a capture. "
             "Call fused_logp_hub.preload() before it."

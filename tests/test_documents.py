@@ -68,7 +68,7 @@ def test_look_at_a_selection(capsys):
     """With the installed cubins in place of the new one."""
     if not (_manifest.CUBIN_DIR / "manifest.json").is_file():
         pytest.skip("no manifest beside the package: it was not built")
-    (code,) = blocks("python", ADDING)
+    (code,) = blocks("python notest", ADDING)
     assert 'Path("/tmp/sm_103f")' in code
     exec(code.replace('"/tmp/sm_103f"', repr(str(_manifest.CUBIN_DIR))), {})
     trace = capsys.readouterr().out

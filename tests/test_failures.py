@@ -104,6 +104,14 @@ def test_driver_that_does_not_start(put, capsys, code):
     assert f"problem: {message}\n" in capsys.readouterr().out
 
 
+def test_driver_older_than_the_calls(put):
+    del put((9, 0)).library.cuLaunchKernelEx
+    assert error_of(DriverError) == (
+        "libcuda.so.1: expected a driver for CUDA 12.0 or newer, got one without cuLaunchKernelEx. "
+        "Update the NVIDIA driver."
+    )
+
+
 def test_driver_too_old_for_a_cubin(put):
     put((12, 0), version=12040)
     head, *trace = error_of(NoMatchingKernelError).splitlines()
@@ -154,14 +162,25 @@ def test_damaged_cubin_stops_at_the_first_use(put, package):
 
 
 @pytest.mark.parametrize("call", ["cuLibraryLoadData", "cuKernelGetFunction", "cuLaunchKernelEx"])
-def test_first_call_in_a_capture_that_the_driver_refuses(put, call):
-    """Drivers before CUDA 12.3; newer ones load a kernel meanwhile (test_gpu_failures.py)."""
-    put((9, 0), errors={call: 900}, version=12020)
+def test_call_that_the_driver_refuses_in_a_capture(put, call):
+    """One in another thread, which this package cannot see; its own are in test_cuda_graphs.py."""
+    put((9, 0), errors={call: 900})
     assert error_of(DriverError, first_launch).endswith(
         "expected success, got CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900): operation not permitted when stream is "
-        "capturing. Call fused_logp_hub.preload() before capturing a graph: drivers before CUDA 12.3 load no kernel "
-        "meanwhile."
+        "capturing. Call fused_logp_hub.preload() before capturing a graph."
     )
+
+
+def test_what_is_loaded_is_known(put):
+    """Which a capture asks before it would load a kernel."""
+    put((9, 0))
+    manifest = _manifest.shipped()
+    kernel = manifest.kernels[0]
+    cubin = manifest.closest(kernel.module, (9, 0), 13000)
+    device = _driver.device(0)
+    assert not device.has(kernel, cubin)
+    fused_logp_hub.preload(0)
+    assert device.has(kernel, cubin)
 
 
 # ---- PyTorch.

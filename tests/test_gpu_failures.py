@@ -28,34 +28,6 @@ def check(x, ids, logp):
 """
 
 
-def test_first_call_in_a_capture(tmp_path):
-    """Works where the driver loads kernels during a capture, from CUDA 12.3 on; else the error says to preload."""
-    out = run_python(
-        SETUP
-        + """
-x, ids = inputs()
-torch.cuda.synchronize()
-assert not _driver._libraries
-graph = torch.cuda.CUDAGraph()
-try:
-    with torch.cuda.graph(graph):
-        logp = fused_logp(x, ids)
-except RuntimeError as error:
-    print("refused", error.__context__ or error)
-else:
-    x.normal_()
-    graph.replay()
-    check(x, ids, logp)
-    print("captured")
-""",
-        tmp_path,
-    )
-    if _driver.driver_version() >= 12030:
-        assert out == "captured\n"
-    else:
-        assert "fused_logp_hub.preload() before capturing a graph" in out
-
-
 def test_fork_after_use(tmp_path):
     """PyTorch's error where it allocates, this package's where it does not; the parent goes on."""
     out = run_python(

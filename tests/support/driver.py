@@ -31,9 +31,6 @@ TEXTS = {  # of cuGetErrorString, as the driver words them
 }
 
 
-STREAM_OFFSET = 32  # of hStream in CUlaunchConfig: behind seven 32-bit fields and padding
-
-
 class FakeDriver:
     """In place of ``cuda.bindings.driver``; `library` is in place of libcuda.so.1.
 
@@ -175,8 +172,8 @@ class _Library:
             return int(driver.status("cuCtxPopCurrent"))
 
         def launch(config, *_):
-            stream = ctypes.c_uint64.from_address(config + STREAM_OFFSET).value
-            return int(driver.status("cuLaunchKernelEx", driver.stack()[-1], stream))
+            packed = ctypes.string_at(config, _driver._CONFIG.size)
+            return int(driver.status("cuLaunchKernelEx", driver.stack()[-1], _driver._CONFIG.unpack(packed)[7]))
 
         self.cuCtxGetCurrent = _Function(get_current)
         self.cuCtxPushCurrent_v2 = _Function(push)
