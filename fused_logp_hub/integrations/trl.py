@@ -64,8 +64,8 @@ def selective_log_softmax_and_entropy(
         entropy_requires_grad: False makes the entropy a constant to autograd.
 
     Returns:
-        Log-probabilities with the shape of ``index`` and entropies [...], in nats, with the dtype of
-        `selective_log_softmax`.
+        Log-probabilities with the shape of ``index`` and the dtype of `selective_log_softmax`, entropies [...] with
+        that of `entropy_from_logits`; both in nats.
 
     Raises, Numerics, Memory, Source:
         As `selective_log_softmax`. The entropy is finite with logits of -inf: 0 * log(0) = 0.
@@ -75,7 +75,7 @@ def selective_log_softmax_and_entropy(
         logits, _masked(index, row_mask), temperature=temperature, ignore_index=_MASKED, out_dtype=dtype,
         return_entropy=True,
     )  # fmt: skip
-    return logp, (entropy if entropy_requires_grad else entropy.detach()).to(dtype)
+    return logp, (entropy if entropy_requires_grad else entropy.detach()).to(_result_dtype(logits))
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
@@ -103,14 +103,14 @@ def _masked(index: Tensor, row_mask: Tensor | None) -> Tensor:
     return index if row_mask is None else index.masked_fill(row_mask == 0, _MASKED)
 
 
-def _result_dtype(logits: Tensor, index: Tensor, row_mask: Tensor | None) -> torch.dtype:
+def _result_dtype(logits: Tensor, index: Tensor | None = None, row_mask: Tensor | None = None) -> torch.dtype:
     """float32 where TRL's own kernel would take the call, else what its PyTorch code would give."""
     fused = (
         logits.is_cuda
         and logits.dtype != torch.float64
         and logits.dim() <= 3
         and logits.stride(-1) == 1
-        and index.shape == logits.shape[:-1]
+        and (index is None or index.shape == logits.shape[:-1])
         and (row_mask is None or row_mask.dtype in (torch.bool, torch.int32, torch.int64))
     )
     return torch.float32 if fused else logits.dtype
