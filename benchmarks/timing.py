@@ -1,7 +1,9 @@
 """Samples of GPU and wall time, taken in turns so that clock drift hits all candidates alike.
 
 Every sample starts with a cold L2: a buffer larger than it is written, then another one read (so
-that no lines wait to be written back on the sample's time). Calls rotate over the case's buffers.
+that no lines wait to be written back on the sample's time). Calls rotate over the case's buffers,
+one buffer a round, in another order each round: what ran before leaves its address translations
+behind, or others', which moved a forward at 4096 x 128256 by a quarter (H200, 2026-11-30).
 
     events  two CUDA events around one plain call; the flush before it hides the call's launch
     graph   a CUDA graph of many calls over all buffers, replayed; launch gaps do not count
@@ -12,13 +14,16 @@ that no lines wait to be written back on the sample's time). Calls rotate over t
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[int], object]
 Samples = dict[str, list[float]]
+T = TypeVar("T")
 
 GRAPH_CALLS = 16  # calls in a graph, at least
 WALL_CALLS = 10
@@ -48,15 +53,13 @@ def sample_events(calls: Mapping[str, Call], buffers: int, flush: Flush, rounds:
     """Microseconds of single calls between two events."""
     pairs = {name: _event_pair() for name in calls}
     samples: Samples = {name: [] for name in calls}
-    turn = 0
-    for _ in range(rounds):
-        for name, call in calls.items():
+    for turn in range(rounds):
+        for name, call in _shuffled(calls, turn):
             start, stop = pairs[name]
             flush()
             start.record()
             call(turn % buffers)
             stop.record()
-            turn += 1
         torch.cuda.synchronize()
         for name, (start, stop) in pairs.items():
             samples[name].append(start.elapsed_time(stop) * 1e3)
@@ -85,8 +88,8 @@ def sample_graphs(graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], flush:
     """Microseconds a call, mean over one replay each."""
     pairs = {name: _event_pair() for name in graphs}
     samples: Samples = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, (graph, _) in graphs.items():
+    for turn in range(rounds):
+        for name, (graph, _) in _shuffled(graphs, turn):
             start, stop = pairs[name]
             flush()
             start.record()
@@ -140,6 +143,12 @@ def peak_bytes(call: Call) -> int:
     torch.cuda.synchronize()
     del result
     return torch.cuda.max_memory_allocated() - before
+
+
+def _shuffled(calls: Mapping[str, T], turn: int) -> list[tuple[str, T]]:
+    order = list(calls.items())
+    random.Random(turn).shuffle(order)
+    return order
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
