@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 FORMAT = 1
-CUBIN_DIR: Traversable = files("fused_logp_hub") / "cubins"  # a folder, or inside a zip archive
+CUBIN_DIR: Traversable = files(__name__.rpartition(".")[0]) / "cubins"  # a folder, or inside a zip archive
 # Measured on an H200, 2026-11-29: with fewer, the last one is too empty to let the scheduler balance.
 MANY_WAVES = 4
 REINSTALL = "Reinstall fused-logp-hub."

@@ -110,7 +110,8 @@ def test_kernel_that_no_call_reaches(shipped):
         selftest.cases_of(manifest, hidden, (9, 0), 13000)
 
 
-def test_on_every_gpu(gpus, capsys):
+def test_on_every_gpu(gpus, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # whatever the terminal, no cell is folded
     facts = doctor(capsys, 0)
     assert facts["usable"]
     assert facts["problems"] == []

@@ -50,15 +50,18 @@ def check_shard(logits: torch.Tensor, kernel: str, vocab_size: int) -> bool:
     n, v = logits.shape
     ids = torch.randint(-5, v + 60, (n, 2), device="cuda")
     place = {"vocab_start": 30, "vocab_size": vocab_size}
-    results = []
-    for name in (kernel, "reference"):
-        try:
-            packed = shard_statistics(logits, ids, kernel=name, **place)
-        except NoMatchingKernelError:
-            return False
-        g = torch.ones(n, 2, device="cuda")
-        results.append((packed, shard_backward(g, logits, ids, packed[0], packed[1], kernel=name, **place)))
-    (packed, grad), (expected, expected_grad) = results
+
+    def run(x: torch.Tensor, ids: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = shard_statistics(x, ids, kernel=name, **place)
+        g = torch.ones(n, 2, device=x.device)
+        grad = shard_backward(g, x, ids, packed[0], packed[1], kernel=name, **place)
+        return packed.cpu(), grad.cpu()
+
+    try:
+        packed, grad = run(logits, ids, kernel)
+    except NoMatchingKernelError:
+        return False
+    expected, expected_grad = run(logits.cpu(), ids.cpu(), "reference")
     torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-6)
     bound = TOLERANCE[logits.dtype]
     torch.testing.assert_close(grad, expected_grad, atol=bound, rtol=bound)

@@ -161,7 +161,8 @@ def of_dtensors(rank: int, size: int, device: str) -> dict[str, Any]:
         assert same_bits(vocab_parallel_logp(logits.detach(), ids.to_local()), logp), "plain ids beside a DTensor"
         padded = vocab_parallel_logp(logits.detach(), ids, vocab_size=columns - 1) if columns > 1 else logp
         assert isinstance(logits.grad, DTensor)
-        assert logits.grad.to_local().shape == logits.to_local().shape, (logits.grad.placements, logits.placements)
+        if columns >= size:  # else some versions of PyTorch replicate a leaf's gradient
+            assert logits.grad.to_local().shape == logits.to_local().shape, logits.grad.placements
         results[name] = {
             "logits": whole, "ids": token_ids, "logp": logp.detach().cpu(), "padded": padded.detach().cpu(),
             "grad": logits.grad.full_tensor().cpu(),
