@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fused_logp_hub import _call, _checks, _library, _ops, _selection
+from fused_logp_hub import _call, _checks, _library, _ops, _outputs, _selection
 from fused_logp_hub._call import LogpResult as LogpResult
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._problem import accumulation_dtype
@@ -137,12 +137,12 @@ def fused_logp_out(
     problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
     _checks.no_autograd("logits", logits)
     tail = token_ids.shape[logits.dim() - 1 :]
-    _checks.output("out", out, logits, _checks.FLOAT_DTYPES, tail)
+    _outputs.output("out", out, logits, _checks.FLOAT_DTYPES, tail)
     statistic = (accumulation_dtype(logits.dtype),)
     written = [out]
     for name, tensor in (("row_max", row_max), ("log_sum", log_sum), ("entropy", entropy)):
         if tensor is not None:
-            _checks.output(name, tensor, logits, statistic)
+            _outputs.output(name, tensor, logits, statistic)
             written.append(tensor)
     for tensor in written:
         increment_version(tensor)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fused_logp_hub import _checks, _library, _ops
+from fused_logp_hub import _checks, _library, _ops, _outputs
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._problem import Problem
 
@@ -60,7 +60,7 @@ def compute(
     if not (logits.requires_grad and torch.is_grad_enabled()):
         return run(problem, kernel, out_dtype, return_lse, return_entropy)
     if inplace_backward:
-        _checks.overwritable(logits)
+        _outputs.overwritable(logits)
     more = return_lse or return_entropy
     results = _ops.LogpFunction.apply(  # type: ignore[no-untyped-call]
         logits, problem, kernel, out_dtype, more, return_entropy, inplace_backward, run
@@ -111,7 +111,7 @@ def backward(
     if grad_logits is None:
         grad_logits = _ops.empty_grad(logits)
     else:
-        _checks.grad_logits(grad_logits, logits)
+        _outputs.grad_logits(grad_logits, logits)
         increment_version(grad_logits)
     _ops.backward(problem, kernel, row_max, log_sum, entropy, raw, grad_logp, grad_entropy, grad_logits)
     return grad_logits
