@@ -85,8 +85,7 @@ def fused_logp(
     out_dtype = _checks.out_dtype(out_dtype, logits)
     if not isinstance(logits, Tensor) or _call.is_plain(logits):
         problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
-        run = _ops.run_forward
-        results = _call.compute(problem, kernel, out_dtype, return_lse, return_entropy, inplace_backward, run)
+        results = _call.compute(problem, kernel, out_dtype, return_lse, return_entropy, inplace_backward)
     else:
         if inplace_backward:
             raise ArgumentError(
@@ -132,9 +131,7 @@ def fused_logp_out(
             if the logits require grad while gradients are enabled. Nothing was written.
     """
     kernel = _selection.resolve(kernel)
-    if row_indices is not None:
-        row_mask = _call.merge_mask(row_indices, row_mask, logits)
-    problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
+    problem = _call.make_problem(logits, token_ids, row_indices, row_mask, temperature, ignore_index, on_invalid)
     _checks.no_autograd("logits", logits)
     tail = token_ids.shape[logits.dim() - 1 :]
     _outputs.output("out", out, logits, _checks.FLOAT_DTYPES, tail)
@@ -217,7 +214,5 @@ def fused_logp_backward_out(
     an ArgumentError. None allocates. Returns ``grad_logits``.
     """
     kernel = _selection.backward_kernel(_selection.resolve(kernel))
-    if row_indices is not None:
-        row_mask = _call.merge_mask(row_indices, row_mask, logits)
-    problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
+    problem = _call.make_problem(logits, token_ids, row_indices, row_mask, temperature, ignore_index, on_invalid)
     return _call.backward(problem, kernel, row_max, log_sum, entropy, False, grad_logp, grad_entropy, grad_logits)

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from fused_logp_hub import _checks, _library, _ops, _outputs
 from fused_logp_hub._errors import ArgumentError
-from fused_logp_hub._problem import Problem
+from fused_logp_hub._problem import Problem, Shard
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -46,6 +46,22 @@ def merge_mask(row_indices: Tensor, row_mask: Tensor | None, logits: Tensor) -> 
     return mask if row_mask is None else mask & row_mask
 
 
+def make_problem(
+    logits: Tensor,
+    token_ids: Tensor,
+    row_indices: Tensor | None,
+    row_mask: Tensor | None,
+    temperature: float | Tensor,
+    ignore_index: int | None,
+    on_invalid: str,
+    shard: Shard | None = None,
+) -> Problem:
+    """The checked problem of the rows that both row_indices and row_mask admit."""
+    if row_indices is not None:
+        row_mask = merge_mask(row_indices, row_mask, logits)
+    return _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid, shard)
+
+
 def compute(
     problem: Problem,
     kernel: str,
@@ -53,7 +69,7 @@ def compute(
     return_lse: bool,
     return_entropy: bool,
     inplace_backward: bool,
-    run: _ops.Run,
+    run: _ops.Run = _ops.run_forward,
 ) -> _ops.Results:
     """The results of ``run``; where the logits require grad, of a node in autograd's graph."""
     logits = problem.logits

@@ -16,7 +16,6 @@ from torch import Tensor
 from fused_logp_hub import _call, _checks, _placement, _selection, _shards
 from fused_logp_hub._call import LogpResult
 from fused_logp_hub._errors import ArgumentError, ArgumentTypeError
-from fused_logp_hub._problem import Problem, Shard
 
 __all__ = [
     "MergedStatistics",
@@ -115,7 +114,9 @@ def vocab_parallel_logp(
     shard = _placement.complete(width, vocab_start, vocab_size, rank, size)
     kernel = _selection.resolve(kernel)
     out_dtype = _checks.out_dtype(out_dtype, logits_shard)
-    problem = _problem(logits_shard, token_ids, shard, row_indices, row_mask, temperature, ignore_index, on_invalid)
+    problem = _call.make_problem(
+        logits_shard, token_ids, row_indices, row_mask, temperature, ignore_index, on_invalid, shard
+    )
 
     def gather(packed: Tensor) -> Tensor:
         gathered = packed.new_empty((size * packed.shape[0], *packed.shape[1:]))
@@ -165,7 +166,9 @@ def shard_statistics(
     _width(logits_shard)
     kernel = _selection.resolve(kernel)
     shard = _placement.shard_at(vocab_start, vocab_size)
-    problem = _problem(logits_shard, token_ids, shard, row_indices, row_mask, temperature, ignore_index, on_invalid)
+    problem = _call.make_problem(
+        logits_shard, token_ids, row_indices, row_mask, temperature, ignore_index, on_invalid, shard
+    )
     _checks.no_autograd("logits_shard", logits_shard)
     return _shards.statistics(problem, kernel, return_entropy)
 
@@ -249,7 +252,9 @@ def shard_backward(
     _width(logits_shard)
     kernel = _selection.backward_kernel(_selection.resolve(kernel))
     shard = _placement.shard_at(vocab_start, vocab_size)
-    problem = _problem(logits_shard, token_ids, shard, row_indices, row_mask, temperature, ignore_index, on_invalid)
+    problem = _call.make_problem(
+        logits_shard, token_ids, row_indices, row_mask, temperature, ignore_index, on_invalid, shard
+    )
     return _call.backward(problem, kernel, row_max, log_sum, entropy, True, grad_logp, grad_entropy, grad_logits)
 
 
@@ -264,18 +269,3 @@ def _width(logits_shard: Tensor) -> int:
     if logits_shard.dim() == 0:
         raise ArgumentError("logits_shard: expected shape [..., V_r], got []. Pass this rank's columns.")
     return logits_shard.shape[-1]
-
-
-def _problem(
-    logits_shard: Tensor,
-    token_ids: Tensor,
-    shard: Shard,
-    row_indices: Tensor | None,
-    row_mask: Tensor | None,
-    temperature: float | Tensor,
-    ignore_index: int | None,
-    on_invalid: str,
-) -> Problem:
-    if row_indices is not None:
-        row_mask = _call.merge_mask(row_indices, row_mask, logits_shard)
-    return _checks.make_problem(logits_shard, token_ids, row_mask, temperature, ignore_index, on_invalid, shard)
