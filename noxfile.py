@@ -71,8 +71,7 @@ def docs(session):
 def integrations(session):
     """TRL's trainers, verl's and OpenRLHF's code from PyPI, with and without the drop-ins."""
     session.install(".[test]", *group("integrations"))
-    # Without what only a GPU machine can install, which the tests mock.
-    session.install("--no-deps", "verl==0.9.1", "openrlhf==0.11.2")
+    session.install("--no-deps", *group("integrations-alone"))
     session.run("pytest", "--require-integrations", *sorted(map(str, Path("tests").glob("test_integrations_*.py"))))
 
 
