@@ -20,8 +20,10 @@ print(f"kernels   {m.compiler['name']} {m.compiler['version']}, {len(m.cubins)} 
 PY
 }
 
+wanted() { [[ -z ${ONLY:-} || " $ONLY " == *" $1 "* ]]; }
+
 record() {  # name, command, lines of its output to keep
-  [[ -z ${ONLY:-} || " $ONLY " == *" $1 "* ]] || return 0
+  wanted "$1" || return 0
   local file="$prefix.$1.txt"
   header "$2" > "$file"
   bash -c "$2" > "$file.log" 2>&1
@@ -36,11 +38,11 @@ record() {  # name, command, lines of its output to keep
 sanitize="PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no"
 ours="--kernel-name kernel_substring=logp_"
 record tests "python3 -P -m pytest --require-gpu -q -rs -p no:cacheprovider ${PYTEST_ARGUMENTS:-}" 30
-record memcheck "$sanitize --tool memcheck $ours python3 validation/sanitizer_cases.py" 4
-record racecheck "$sanitize --tool racecheck $ours python3 validation/sanitizer_cases.py --few" 4
-record synccheck "$sanitize --tool synccheck $ours python3 validation/sanitizer_cases.py --few" 4
-record initcheck "$sanitize --tool initcheck python3 validation/sanitizer_cases.py --few" 4
-[[ -n ${ONLY:-} && " $ONLY " != *" selftest "* ]] || python3 -P -m fused_logp_hub doctor --selftest --json > "$prefix.selftest.json"
+record memcheck "$sanitize --tool memcheck $ours python3 validation/sanitizer_cases.py" 40
+record racecheck "$sanitize --tool racecheck $ours python3 validation/sanitizer_cases.py --few" 40
+record synccheck "$sanitize --tool synccheck $ours python3 validation/sanitizer_cases.py --few" 40
+record initcheck "$sanitize --tool initcheck python3 validation/sanitizer_cases.py --few" 40
+! wanted selftest || python3 -P -m fused_logp_hub doctor --selftest --json > "$prefix.selftest.json"
 record doctor "python3 -P -m fused_logp_hub doctor" 60
 record demo "python3 -P -m fused_logp_hub demo" 30
 record example "python3 examples/score_qwen.py --batch 32" 12
