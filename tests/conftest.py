@@ -74,6 +74,17 @@ def require_package(pytestconfig):
 
 
 @pytest.fixture
+def drop_in_calls(monkeypatch):
+    """The arguments of every call that a drop-in makes of fused_logp, in order."""
+    from fused_logp_hub.integrations import _drop_in
+
+    calls = []
+    original = _drop_in.fused_logp
+    monkeypatch.setattr(_drop_in, "fused_logp", lambda *a, **k: calls.append(a) or original(*a, **k))
+    return calls
+
+
+@pytest.fixture
 def ran(monkeypatch):
     """The symbols that were really handed to the driver, in order."""
     from fused_logp_hub import _driver

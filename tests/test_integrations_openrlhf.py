@@ -67,7 +67,7 @@ def test_labels_outside_the_vocabulary(device):
         assert log_probs_from_logits(logits, labels).isnan().nonzero().tolist() == [[1, 2]]
 
 
-def test_the_actor(modules, device, monkeypatch):
+def test_the_actor(modules, device, drop_in_calls):
     """A tiny causal LM in OpenRLHF's actor: the same log-probabilities and gradients, and ours really ran."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,9 +80,6 @@ def test_the_actor(modules, device, monkeypatch):
     actor.packing_samples = False  # which the actor sets only for a model that it loads itself
     tokens = torch.randint(V, (B, T), device=device)
     mask = torch.ones_like(tokens)
-    calls = []
-    original = integrations._drop_in.fused_logp
-    monkeypatch.setattr(integrations._drop_in, "fused_logp", lambda *a, **k: calls.append(a) or original(*a, **k))
 
     def step():
         logp = actor(tokens, mask[:, :3], attention_mask=mask)
@@ -91,10 +88,10 @@ def test_the_actor(modules, device, monkeypatch):
         return [logp, *(p.grad.clone() for p in actor.parameters())]
 
     wanted = step()
-    assert not calls
+    assert not drop_in_calls
     with integrations.openrlhf.patch:
         got = step()
-    assert len(calls) == 1
+    assert len(drop_in_calls) == 1
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 

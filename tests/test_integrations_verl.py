@@ -123,14 +123,11 @@ class Grouper:
         return ids
 
 
-def test_a_caller_in_verl(modules, device, monkeypatch):
+def test_a_caller_in_verl(modules, device, drop_in_calls):
     """Log-probabilities and the gradient at the model's output, and ours really ran."""
     verl, caller = modules
     logits, _, _ = make_inputs(device)
     ids = torch.randint(V, (B, T - 2), device=device)
-    calls = []
-    original = integrations._drop_in.fused_logp
-    monkeypatch.setattr(integrations._drop_in, "fused_logp", lambda *a, **k: calls.append(a) or original(*a, **k))
 
     def step():
         logp, entropy, _ = caller.pg_forward(
@@ -141,10 +138,10 @@ def test_a_caller_in_verl(modules, device, monkeypatch):
         return logp, entropy, grad
 
     wanted = step()
-    assert not calls
+    assert not drop_in_calls
     with integrations.verl.patch:
         got = step()
-    assert len(calls) == 1
+    assert len(drop_in_calls) == 1
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
