@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fused_logp_hub import _checks, _library, _ops, _outputs
+from fused_logp_hub import _checks, _library, _memory, _ops, _outputs
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._problem import Problem, Shard
 
@@ -78,9 +78,7 @@ def compute(
     if inplace_backward:
         _outputs.overwritable(logits)
     more = return_lse or return_entropy
-    results = _ops.LogpFunction.apply(  # type: ignore[no-untyped-call]
-        logits, problem, kernel, out_dtype, more, return_entropy, inplace_backward, run
-    )
+    results = _ops.apply(logits, problem, kernel, out_dtype, more, return_entropy, inplace_backward, run)
     return results if more else (results, None, None)
 
 
@@ -125,7 +123,7 @@ def backward(
         entropy = _checks.statistic("entropy", entropy, logits)
         _checks.leading_tensor("grad_entropy", grad_entropy, logits, _checks.FLOAT_DTYPES)
     if grad_logits is None:
-        grad_logits = _ops.empty_grad(logits)
+        grad_logits = _memory.empty_grad(logits)
     else:
         _outputs.grad_logits(grad_logits, logits)
         increment_version(grad_logits)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fused_logp_hub._errors import ArgumentError, ArgumentTypeError, InvalidTokenIdError
-from fused_logp_hub._problem import Problem, Shard, accumulation_dtype
+from fused_logp_hub._problem import Problem, Shard, Spec, accumulation_dtype, remember
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int64, torch.int32)
@@ -21,6 +21,9 @@ ON_INVALID = ("zero", "nan", "raise")
 MAX_IDS = 1024  # kMaxIds in backward.cuh
 MAX_VOCAB = MAX_ROWS = 2**31 - 1
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # T and 1 / T stay normal float32 numbers
+
+
+_specs: dict[object, Spec] = {}
 
 
 def make_problem(
@@ -32,10 +35,39 @@ def make_problem(
     on_invalid: str,
     shard: Shard | None = None,
 ) -> Problem:
-    """The checked problem; row_mask is [...] bool."""
+    """The checked problem; row_mask is [...] bool. What passed once is known by its shapes, dtypes and devices."""
     tensor("logits", logits)
     tensor("token_ids", token_ids)
     _not_transformed(logits)
+    number, rows = split_temperature(temperature, logits)
+    if ignore_index is not None and (type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63):
+        _index("ignore_index", ignore_index)
+    if on_invalid not in ON_INVALID:
+        raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
+    if row_mask is not None:
+        row_mask = _flat_mask(row_mask, logits)
+    key = (
+        logits.dtype, logits.shape, logits.device, token_ids.dtype, token_ids.shape, token_ids.device,
+        number, ignore_index, on_invalid, shard,
+    )  # fmt: skip
+    spec = _specs.get(key)
+    if spec is None:
+        spec = _spec(logits, token_ids, number, ignore_index, on_invalid == "nan", shard)
+        remember(_specs, key, spec)
+    problem = Problem(logits, token_ids, row_mask, rows, spec)
+    if on_invalid == "raise":
+        _raise_on_invalid(problem)
+    return problem
+
+
+def _spec(
+    logits: Tensor,
+    token_ids: Tensor,
+    temperature: float,
+    ignore_index: int | None,
+    invalid_is_nan: bool,
+    shard: Shard | None,
+) -> Spec:
     shape, ids_shape = logits.shape, token_ids.shape
     if logits.dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"logits: expected dtype {_names(FLOAT_DTYPES)}, got {logits.dtype}. Cast the logits.")
@@ -58,31 +90,9 @@ def make_problem(
     num_rows = math.prod(leading)
     if num_rows > MAX_ROWS:
         raise ArgumentError(f"logits: expected at most {MAX_ROWS} rows, got {num_rows}. Split the rows.")
-    if row_mask is not None:
-        row_mask = _flat_mask(row_mask, logits)
-    number, rows = split_temperature(temperature, logits)
-    if ignore_index is not None and (type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63):
-        _index("ignore_index", ignore_index)
-    if on_invalid not in ON_INVALID:
-        raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
     if shard is not None:
         vocab_size = min(vocab_size, max(shard.vocab_size - shard.start, 0))
-    problem = Problem(
-        logits,
-        token_ids,
-        row_mask,
-        rows,
-        num_rows,
-        vocab_size,
-        num_ids,
-        number,
-        ignore_index,
-        on_invalid == "nan",
-        shard,
-    )
-    if on_invalid == "raise":
-        _raise_on_invalid(problem)
-    return problem
+    return Spec(num_rows, vocab_size, num_ids, temperature, ignore_index, invalid_is_nan, shard)
 
 
 def split_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[float, Tensor | None]:
@@ -128,10 +138,10 @@ def leading_tensor(
     name: str, value: Tensor, logits: Tensor, dtypes: Sequence[torch.dtype], tail: Sequence[int] = ()
 ) -> None:
     """ArgumentError unless the tensor is [..., *tail] over the logits' leading dimensions, on their device."""
-    expected = [*logits.shape[:-1], *tail]
+    expected = (*logits.shape[:-1], *tail)
     tensor(name, value)
-    if list(value.shape) != expected:
-        raise ArgumentError(f"{name}: expected shape {expected}, got {list(value.shape)}. Match the logits.")
+    if value.shape != expected:
+        raise ArgumentError(f"{name}: expected shape {list(expected)}, got {list(value.shape)}. Match the logits.")
     if value.dtype not in dtypes:
         raise ArgumentError(f"{name}: expected dtype {_names(dtypes)}, got {value.dtype}. Cast it.")
     same_device(name, value, logits)
@@ -207,11 +217,11 @@ def _raise_on_invalid(problem: Problem) -> None:
             "Check the ids before the capture."
         )
     ids = problem.token_ids
-    vocab_size = problem.vocab_size if problem.shard is None else problem.shard.vocab_size
+    vocab_size = problem.spec.vocab_size if problem.spec.shard is None else problem.spec.shard.vocab_size
     bad = (ids < 0) | (ids >= vocab_size)
-    if problem.ignore_index is not None:
-        bad &= ids != problem.ignore_index
-    bad = bad.reshape(problem.num_rows, problem.num_ids)
+    if problem.spec.ignore_index is not None:
+        bad &= ids != problem.spec.ignore_index
+    bad = bad.reshape(problem.spec.num_rows, problem.spec.num_ids)
     rows = bad.any(-1)
     if problem.row_mask is not None:
         rows &= problem.row_mask
@@ -219,7 +229,7 @@ def _raise_on_invalid(problem: Problem) -> None:
         return
     first = int(rows.nonzero()[0, 0])
     k = int(bad[first].nonzero()[0, 0])
-    value = int(ids.reshape(problem.num_rows, problem.num_ids)[first, k])
+    value = int(ids.reshape(problem.spec.num_rows, problem.spec.num_ids)[first, k])
     raise InvalidTokenIdError(
         f"token_ids: expected ids in [0, {vocab_size}) or ignore_index, got {value} in row {first}. "
         "Correct the ids, or pass on_invalid='zero' or 'nan'."

@@ -1,20 +1,21 @@
 """From tensors to a kernel launch: facts, plan, grid, parameters. CUDA tensors only.
 
-Selection is done once for each distinct set of facts and cached, so a call costs address arithmetic, one
-struct pack and one launch. Tensors are read through their strides; see Problem for what is guaranteed.
+All of it but the addresses is done once for each distinct set of shapes, strides, dtypes and options, so a call
+costs a look into a cache, one struct pack and one launch. Tensors are read through their strides.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_logp_hub import _driver, _manifest, _params, _selection
 from fused_logp_hub._errors import ArgumentError, KernelUnavailableError
-from fused_logp_hub._problem import Problem, collapse
+from fused_logp_hub._problem import Problem, collapse, remember
 
 _DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",
@@ -25,6 +26,7 @@ _DTYPE_NAMES = {
 _DTYPE_CODES = {dtype: _params.DTYPE_CODES[name] for dtype, name in _DTYPE_NAMES.items()}
 _MAX_GRID = 2**31 - 1
 _plans: dict[tuple[object, ...], _driver.Function] = {}
+_launches: dict[tuple[object, ...], Launch] = {}
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -97,6 +99,20 @@ def _plan(op: str, requested: str, facts: _selection.Facts, device_index: int) -
     return device.function(manifest, chosen.kernel, chosen.cubin)
 
 
+class Launch(NamedTuple):
+    """A launch but for its addresses."""
+
+    function: _driver.Function
+    grid: int
+    constants: bytes
+
+    def __call__(self, *addresses: int) -> None:
+        """On the device's current stream; the addresses as in `_params.LOGP_ADDRESSES`."""
+        function = self.function
+        stream = current_stream(function.device.ordinal)
+        function.launch(self.grid, stream, _params.LOGP, (*addresses, self.constants))
+
+
 def forward(
     problem: Problem,
     requested: str,
@@ -107,10 +123,21 @@ def forward(
     raw: bool,
 ) -> None:
     """Launch the forward; the statistics are addresses, 0 where not wanted. raw: row_max of the logits, not / T."""
-    function = plan("logp_forward", requested, problem.logits, problem.num_rows)
-    values, _ = _common(problem, logp.data_ptr(), _DTYPE_CODES[logp.dtype], row_max, log_sum, entropy, raw)
-    grid, _ = _grid(function, problem)
-    function.launch(grid, current_stream(function.device.ordinal), _params.LOGP_FORWARD, values)
+    logits, ids, mask, rows, spec = problem
+    address = logits.data_ptr()
+    key = (
+        spec, requested, address & 15, logits.shape, logits.stride(), ids.stride(), rows is not None and rows.stride(),
+        logp.dtype, raw,
+    )  # fmt: skip
+    launch = _launches.get(key)
+    if launch is None:
+        function = plan("logp_forward", requested, logits, spec.num_rows)
+        launch = _prepare(function, problem, logp_dtype=_DTYPE_CODES[logp.dtype], row_max_is_raw=raw)
+        remember(_launches, key, launch)
+    launch(
+        address, ids.data_ptr(), 0 if rows is None else rows.data_ptr(), 0 if mask is None else mask.data_ptr(),
+        logp.data_ptr(), row_max, log_sum, entropy, 0, 0, 0,
+    )  # fmt: skip
 
 
 def backward(
@@ -124,21 +151,23 @@ def backward(
     grad_logits: Tensor,
 ) -> None:
     """Launch the backward into grad_logits [..., V]; grad_logp has the ids' shape, grad_entropy is [...]."""
-    function = plan("logp_backward", _selection.AUTO, problem.logits, problem.num_rows)
-    others = (grad_logits, grad_logp) if grad_entropy is None else (grad_logits, grad_logp, grad_entropy)
-    values, strides = _common(problem, 0, 0, row_max, log_sum, entropy, raw, others)
-    grid, tiles_per_block = _grid(function, problem)
-    to, of_logp = strides[0], strides[1]
-    of_entropy = strides[2] if grad_entropy is not None else (0, 0)
-    values += (
-        grad_logits.data_ptr(), *to,
-        grad_logp.data_ptr(), *of_logp, grad_logp.stride(-1) if problem.num_ids > 1 else 0,
-        0 if grad_entropy is None else grad_entropy.data_ptr(), *of_entropy,
-        _DTYPE_CODES[grad_logp.dtype],
-        0 if grad_entropy is None else _DTYPE_CODES[grad_entropy.dtype],
-        tiles_per_block, 0,
+    logits, ids, mask, rows, spec = problem
+    address = logits.data_ptr()
+    key = (
+        spec, address & 15, logits.shape, logits.stride(), ids.stride(), rows is not None and rows.stride(),
+        grad_logits.stride(), grad_logp.dtype, grad_logp.stride(),
+        grad_entropy is not None and (grad_entropy.dtype, grad_entropy.stride()), raw,
     )  # fmt: skip
-    function.launch(grid, current_stream(function.device.ordinal), _params.LOGP_BACKWARD, values)
+    launch = _launches.get(key)
+    if launch is None:
+        function = plan("logp_backward", _selection.AUTO, logits, spec.num_rows)
+        launch = _prepare(function, problem, grad_logp, grad_entropy, grad_logits, row_max_is_raw=raw)
+        remember(_launches, key, launch)
+    launch(
+        address, ids.data_ptr(), 0 if rows is None else rows.data_ptr(), 0 if mask is None else mask.data_ptr(),
+        0, row_max, log_sum, entropy,
+        grad_logp.data_ptr(), 0 if grad_entropy is None else grad_entropy.data_ptr(), grad_logits.data_ptr(),
+    )  # fmt: skip
 
 
 def mark_rows(row_indices: Tensor, row_mask: Tensor) -> None:
@@ -158,50 +187,53 @@ def mark_rows(row_indices: Tensor, row_mask: Tensor) -> None:
     function.launch(grid, current_stream(device_index), _params.ROW_MASK, values)
 
 
-def _common(
+def _prepare(
+    function: _driver.Function,
     problem: Problem,
-    logp: int,
-    logp_dtype: int,
-    row_max: int,
-    log_sum: int,
-    entropy: int,
-    raw: bool,
-    others: tuple[Tensor, ...] = (),
-) -> tuple[tuple[object, ...], list[tuple[int, int]]]:
-    """The parameters that forward and backward share, and the row strides of the other tensors."""
-    logits, ids, rows = problem.logits, problem.token_ids, problem.temperature_rows
-    strided = (logits, ids, *others) if rows is None else (logits, ids, *others, rows)
-    if logits.dim() == 2:  # the usual case
-        inner_rows, strides = problem.num_rows, [(0, t.stride(0)) for t in strided]
-    else:
-        depth = logits.dim() - 1
-        folded = collapse(logits.shape[:-1], [t.stride()[:depth] for t in strided])
-        assert folded is not None  # at most two leading dimensions
-        inner_rows, strides = folded
-    mask, ignore, shard = problem.row_mask, problem.ignore_index, problem.shard
-    start, global_vocab_size = (0, problem.vocab_size) if shard is None else shard
-    ignored_id = 0 if ignore is None else ignore
-    if start:  # as the ids are, modulo 2^64
-        ignored_id = (ignored_id - start + 2**63) % 2**64 - 2**63
-    values = (
-        logits.data_ptr(), *strides[0],
-        ids.data_ptr(), *strides[1], ids.stride(-1) if problem.num_ids > 1 else 0,
-        *((0, 0, 0) if rows is None else (rows.data_ptr(), *strides[-1])),
-        logp, row_max, log_sum, entropy,
-        0 if mask is None else mask.data_ptr(),
-        problem.num_rows, inner_rows, problem.vocab_size, start, global_vocab_size, problem.num_ids,
-        ignored_id,
-        1.0 / problem.temperature,
-        ignore is not None, problem.invalid_is_nan, ids.element_size(), logp_dtype, raw, shard is not None,
-    )  # fmt: skip
-    return values, strides[2:]
-
-
-def _grid(function: _driver.Function, problem: Problem) -> tuple[int, int]:
-    row_bytes = problem.vocab_size * problem.logits.element_size()  # without a shard's padding, as the kernel has it
-    grid, tiles = function.kernel.grid(problem.num_rows, row_bytes, function.device.multiprocessors)
+    grad_logp: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    grad_logits: Tensor | None = None,
+    **more: int,
+) -> Launch:
+    logits, ids, _, rows, spec = problem
+    row_bytes = spec.vocab_size * logits.element_size()  # without a shard's padding, as the kernel has it
+    grid, tiles_per_block = function.kernel.grid(spec.num_rows, row_bytes, function.device.multiprocessors)
     if grid > _MAX_GRID:
         raise ArgumentError(
             f"logits: expected at most {_MAX_GRID} blocks of work, got {grid}. Split the rows into several calls."
         )
-    return grid, tiles
+    strided = {
+        "logits_rows": logits, "token_ids_rows": ids, "temperature_rows": rows,
+        "grad_logp_rows": grad_logp, "grad_entropy_rows": grad_entropy, "grad_logits_rows": grad_logits,
+    }  # fmt: skip
+    present = {name: tensor for name, tensor in strided.items() if tensor is not None}
+    depth = logits.dim() - 1
+    folded = collapse(logits.shape[:-1], [t.stride()[:depth] for t in present.values()])
+    assert folded is not None  # at most two leading dimensions
+    start, global_vocab_size = spec.shard or (0, spec.vocab_size)
+    ignored_id = spec.ignore_index or 0
+    if start:  # as the ids are, modulo 2^64
+        ignored_id = (ignored_id - start + 2**63) % 2**64 - 2**63
+    several = spec.num_ids > 1
+    constants = _params.logp_constants(
+        **dict(zip(present, folded[1], strict=True)),
+        token_ids_last=ids.stride(-1) if several else 0,
+        grad_logp_last=grad_logp.stride(-1) if several and grad_logp is not None else 0,
+        num_rows=spec.num_rows,
+        inner_rows=folded[0],
+        vocab_size=spec.vocab_size,
+        vocab_start=start,
+        global_vocab_size=global_vocab_size,
+        num_ids=spec.num_ids,
+        ignore_index=ignored_id,
+        inv_temperature=1.0 / spec.temperature,
+        use_ignore_index=spec.ignore_index is not None,
+        invalid_is_nan=spec.invalid_is_nan,
+        token_id_bytes=ids.element_size(),
+        is_shard=spec.shard is not None,
+        grad_logp_dtype=0 if grad_logp is None else _DTYPE_CODES[grad_logp.dtype],
+        grad_entropy_dtype=0 if grad_entropy is None else _DTYPE_CODES[grad_entropy.dtype],
+        tiles_per_block=tiles_per_block,
+        **more,
+    )
+    return Launch(function, grid, constants)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_logp_hub import _checks, _ops
+from fused_logp_hub import _checks, _memory, _ops
 from fused_logp_hub._errors import SecondDerivativeError
 from fused_logp_hub._problem import Problem, accumulation_dtype
 
@@ -114,7 +114,7 @@ def _(
     on_invalid: str,
     kernel: str,
 ) -> Tensor:
-    return _ops.empty_grad(logits)
+    return _memory.like(logits)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::row_mask_from_indices", mutates_args=())

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_logp_hub import _launch, _reference, _selection
+from fused_logp_hub import _launch, _memory, _reference, _selection
 from fused_logp_hub._errors import SecondDerivativeError
-from fused_logp_hub._problem import Problem, accumulation_dtype, copy_reason
+from fused_logp_hub._problem import Problem, accumulation_dtype
 
 TWICE = (
     "fused_logp: expected to be differentiated once, got a second derivative. Use torch.log_softmax where you need one."
@@ -46,7 +46,7 @@ def forward(
 
     raw: row_max is of the logits and not of logits / T, which is what a backward loses no precision with.
     """
-    n = problem.num_rows
+    n = problem.spec.num_rows
     if n == 0:
         return
     if not uses_reference(problem.logits, kernel):
@@ -72,11 +72,11 @@ def backward(
 
     The statistics are contiguous; raw as in `forward`.
     """
-    n = problem.num_rows
-    if problem.shard is not None:  # columns beyond the vocabulary
-        grad_logits[..., problem.vocab_size :].zero_()
-        grad_logits = grad_logits[..., : problem.vocab_size]
-    if n == 0 or problem.vocab_size == 0:
+    n = problem.spec.num_rows
+    if problem.spec.shard is not None:  # columns beyond the vocabulary
+        grad_logits[..., problem.spec.vocab_size :].zero_()
+        grad_logits = grad_logits[..., : problem.spec.vocab_size]
+    if n == 0 or problem.spec.vocab_size == 0:
         return
     if not uses_reference(problem.logits, kernel):
         addresses = (row_max.data_ptr(), log_sum.data_ptr(), _address(entropy))
@@ -127,29 +127,21 @@ def run_forward(
 ) -> Results:
     """`forward` into new memory: logp as the ids; raw row_max and log_sum as one tensor [2, ...]; entropy [...]."""
     logits = problem.logits
-    logp = logits.new_empty(problem.token_ids.shape, dtype=out_dtype)  # cheaper than torch.empty on its device
+    logp = _memory.empty(problem.token_ids.shape, out_dtype, logits)
     statistics = entropy = None
     if want_statistics or want_entropy:
         leading, acc = logits.shape[:-1], accumulation_dtype(logits.dtype)
         if want_statistics:
-            statistics = logits.new_empty((2, *leading), dtype=acc)
+            statistics = _memory.empty((2, *leading), acc, logits)
         if want_entropy:
-            entropy = logits.new_empty(leading, dtype=acc)
-    if problem.num_rows and not uses_reference(logits, kernel):
-        addresses = _halves(statistics, problem.num_rows)
+            entropy = _memory.empty(leading, acc, logits)
+    if problem.spec.num_rows and not uses_reference(logits, kernel):
+        addresses = _halves(statistics, problem.spec.num_rows)
         _launch.forward(problem.readable(), kernel, logp, *addresses, _address(entropy), True)
     else:
         row_max, log_sum = (None, None) if statistics is None else statistics.unbind(0)
         forward(problem, kernel, logp, row_max, log_sum, entropy, True)
     return logp, statistics, entropy
-
-
-def empty_grad(logits: Tensor) -> Tensor:
-    """Memory for the gradient: the logits' own layout where that is dense with unit vocabulary stride."""
-    grad = torch.empty_like(logits)
-    if not grad.is_contiguous() and copy_reason(grad) is not None:
-        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return grad
 
 
 class LogpFunction(torch.autograd.Function):
@@ -175,7 +167,7 @@ class LogpFunction(torch.autograd.Function):
         ctx.save_for_backward(
             logits, problem.token_ids, problem.row_mask, problem.temperature_rows, statistics, entropy
         )
-        ctx.scalars = problem.scalars()
+        ctx.spec = problem.spec
         ctx.kernel = kernel
         ctx.in_place = in_place
         if not want_more:
@@ -191,7 +183,7 @@ class LogpFunction(torch.autograd.Function):
         if grad_logp is None and grad_entropy is None:
             return (None,) * 8
         logits, token_ids, row_mask, rows, statistics, entropy = ctx.saved_tensors
-        problem = Problem(logits, token_ids, row_mask, rows, *ctx.scalars)
+        problem = Problem(logits, token_ids, row_mask, rows, ctx.spec)
         if ctx.in_place:
             if torch.is_grad_enabled():
                 raise SecondDerivativeError(TWICE)
@@ -207,6 +199,10 @@ class LogpFunction(torch.autograd.Function):
         else:
             grad = run_backward(problem, ctx.kernel, statistics, entropy, grad_logp, grad_entropy)
         return (grad, *(None,) * 7)
+
+
+# Past Function.apply, which in Python looks for transforms of torch.func; _checks has refused those.
+apply: Callable[..., Any] = super(torch.autograd.Function, LogpFunction).apply
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -234,9 +230,9 @@ def run_backward(
     if grad_logp is None:
         grad_logp = torch.zeros((), device=problem.logits.device).expand(problem.token_ids.shape)
     if grad_logits is None:
-        grad_logits = empty_grad(problem.logits)
-    if problem.num_rows and problem.shard is None and not uses_reference(problem.logits, kernel):
-        addresses = (*_halves(statistics, problem.num_rows), _address(entropy))
+        grad_logits = _memory.empty_grad(problem.logits)
+    if problem.spec.num_rows and problem.spec.shard is None and not uses_reference(problem.logits, kernel):
+        addresses = (*_halves(statistics, problem.spec.num_rows), _address(entropy))
         _backward_cuda(problem, addresses, True, grad_logp, grad_entropy, grad_logits)
     else:
         row_max, log_sum = statistics.unbind(0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,82 +17,47 @@ class Shard(NamedTuple):
     vocab_size: int
 
 
-class Problem:
-    """Everything a forward and its backward share.
-
-    ``logits`` [..., V]; ``token_ids`` [...] or [..., K]; ``row_mask`` [N] bool, contiguous, or None;
-    ``temperature_rows`` [...] float32 or None, which then takes the place of ``temperature``.
-
-    With a ``shard`` the logits are a part of the columns, and the forward gives what `_shards.merge` takes.
-    Columns behind the first ``vocab_size`` are then padding.
+@dataclass(frozen=True, eq=False, slots=True)
+class Spec:
+    """What a call asks for, without its tensors. `_checks.make_problem` gives the same object to calls that
+    differ in nothing but addresses and strides, so that it stands for all it holds in the key of a cache.
     """
 
-    __slots__ = (
-        "ignore_index",
-        "invalid_is_nan",
-        "logits",
-        "num_ids",
-        "num_rows",
-        "row_mask",
-        "shard",
-        "temperature",
-        "temperature_rows",
-        "token_ids",
-        "vocab_size",
-    )
+    num_rows: int
+    vocab_size: int
+    num_ids: int
+    temperature: float
+    ignore_index: int | None
+    invalid_is_nan: bool
+    shard: Shard | None
 
-    def __init__(
-        self,
-        logits: Tensor,
-        token_ids: Tensor,
-        row_mask: Tensor | None,
-        temperature_rows: Tensor | None,
-        num_rows: int,
-        vocab_size: int,
-        num_ids: int,
-        temperature: float,
-        ignore_index: int | None,
-        invalid_is_nan: bool,
-        shard: Shard | None = None,
-    ) -> None:
-        self.logits = logits
-        self.token_ids = token_ids
-        self.num_rows = num_rows
-        self.vocab_size = vocab_size
-        self.num_ids = num_ids
-        self.row_mask = row_mask
-        self.temperature = temperature
-        self.temperature_rows = temperature_rows
-        self.ignore_index = ignore_index
-        self.invalid_is_nan = invalid_is_nan
-        self.shard = shard
 
-    def with_tensors(
-        self, logits: Tensor, token_ids: Tensor, row_mask: Tensor | None, temperature_rows: Tensor | None
-    ) -> Problem:
-        """The same problem with other tensors."""
-        return Problem(logits, token_ids, row_mask, temperature_rows, *self.scalars())
+class Problem(NamedTuple):
+    """Everything a forward and its backward share.
 
-    def scalars(self) -> tuple[int, int, int, float, int | None, bool, Shard | None]:
-        """All but the tensors, in the constructor's order: what a backward keeps beside its saved tensors."""
-        return (
-            self.num_rows,
-            self.vocab_size,
-            self.num_ids,
-            self.temperature,
-            self.ignore_index,
-            self.invalid_is_nan,
-            self.shard,
-        )
+    With a shard the logits are a part of the columns, and the forward gives what `_shards.merge` takes.
+    Columns behind the first ``spec.vocab_size`` are then padding.
+    """
+
+    logits: Tensor
+    """[..., V]"""
+    token_ids: Tensor
+    """[...] or [..., K]"""
+    row_mask: Tensor | None
+    """[N] bool, contiguous"""
+    temperature_rows: Tensor | None
+    """[...] float32, which then takes the place of the spec's temperature"""
+    spec: Spec
 
     def reshaped(self, *leading: int) -> Problem:
         """The same problem over other leading dimensions, ids as [..., K]; copies only what has no such view."""
         rows = self.temperature_rows
-        return self.with_tensors(
+        return Problem(
             self.logits.reshape(*leading, self.logits.shape[-1]),
-            self.token_ids.reshape(*leading, self.num_ids),
+            self.token_ids.reshape(*leading, self.spec.num_ids),
             self.row_mask,
             None if rows is None else rows.reshape(leading),
+            self.spec,
         )
 
     def readable(self) -> Problem:
@@ -104,12 +70,19 @@ class Problem:
             return self
         problem = self
         if copy_reason(logits) is not None:
-            problem = self.with_tensors(logits.contiguous(), self.token_ids, self.row_mask, self.temperature_rows)
+            problem = self._replace(logits=logits.contiguous())
         if logits.dim() <= 3:
             return problem
         folded = collapse(problem.logits.shape[:-1], [problem.logits.stride()[:-1]])
         assert folded is not None  # copied if not
-        return problem.reshaped(self.num_rows // folded[0], folded[0])
+        return problem.reshaped(self.spec.num_rows // folded[0], folded[0])
+
+
+def remember(cache: dict[Any, Any], key: object, value: object) -> None:
+    """Put it into a cache that starts anew when it holds as many entries as no steady state needs."""
+    if len(cache) >= 4096:
+        cache.clear()
+    cache[key] = value
 
 
 def copy_reason(logits: Tensor) -> str | None:

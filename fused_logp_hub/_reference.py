@@ -30,7 +30,7 @@ def forward(
         if out is not None:
             out.zero_()
     no_target = 0.0
-    if problem.shard is not None:
+    if problem.spec.shard is not None:
         no_target = INF
         logp.fill_(no_target)
         if log_sum is not None:
@@ -43,8 +43,8 @@ def forward(
         s = e.sum(-1, keepdim=True)
         log_s = s.log()
         target = x.gather(-1, ids[rows].where(valid[rows], 0))
-        values = (target - top) * inv_t - log_s if problem.shard is None else target.where(target != INF, NAN)
-        values = values.where(valid[rows], NAN if problem.invalid_is_nan else no_target)
+        values = (target - top) * inv_t - log_s if problem.spec.shard is None else target.where(target != INF, NAN)
+        values = values.where(valid[rows], NAN if problem.spec.invalid_is_nan else no_target)
         values = values.where(~ignored[rows], no_target).where(~elsewhere[rows], -INF)
         logp[rows] = values.to(logp.dtype)
         if row_max is not None:
@@ -70,7 +70,7 @@ def backward(
     acc = accumulation_dtype(problem.logits.dtype)
     ids, ignored, valid, elsewhere = _classify(problem)
     used = grad_logp.to(acc).where(valid | elsewhere, 0.0)
-    if problem.invalid_is_nan:
+    if problem.spec.invalid_is_nan:
         used = used.masked_fill(~valid & ~elsewhere & ~ignored, NAN)
     weight = used.sum(-1)
     entropy_weight = torch.zeros_like(weight) if grad_entropy is None else grad_entropy.to(acc)
@@ -96,12 +96,12 @@ def _classify(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """ids as int64 [N, K] from the first column on, and which are ignored, valid, and valid on another shard."""
     ids = problem.token_ids.long()
     ignored = torch.zeros_like(ids, dtype=torch.bool)
-    if problem.ignore_index is not None:
-        ignored = ids == problem.ignore_index
-    start, vocab_size = problem.shard or (0, problem.vocab_size)
+    if problem.spec.ignore_index is not None:
+        ignored = ids == problem.spec.ignore_index
+    start, vocab_size = problem.spec.shard or (0, problem.spec.vocab_size)
     known = (ids >= 0) & (ids < vocab_size) & ~ignored
     ids = ids - start
-    valid = known & (ids >= 0) & (ids < problem.vocab_size)
+    valid = known & (ids >= 0) & (ids < problem.spec.vocab_size)
     return ids, ignored, valid, known & ~valid
 
 
@@ -112,11 +112,11 @@ def _active(problem: Problem, ignored: Tensor) -> Tensor:
 
 def _chunks(problem: Problem, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Row numbers, their logits in the accumulation dtype, and 1 / T [rows, 1], a chunk at a time."""
-    logits = problem.logits[:, : problem.vocab_size]
+    logits = problem.logits[:, : problem.spec.vocab_size]
     acc = accumulation_dtype(logits.dtype)
     for rows in wanted.nonzero()[:, 0].split(max(1, CHUNK_ELEMENTS // logits.shape[-1])):
         if problem.temperature_rows is None:
-            inv_t = torch.full((rows.numel(), 1), 1.0 / problem.temperature, dtype=acc, device=logits.device)
+            inv_t = torch.full((rows.numel(), 1), 1.0 / problem.spec.temperature, dtype=acc, device=logits.device)
         else:
             inv_t = 1.0 / problem.temperature_rows[rows].to(acc)[:, None]
         yield rows, logits[rows].to(acc), inv_t

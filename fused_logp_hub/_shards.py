@@ -28,10 +28,10 @@ INF = float("inf")
 
 def statistics(problem: Problem, kernel: str, want_entropy: bool) -> Tensor:
     """The packed statistics of the problem's shard, in one pass over it."""
-    logits, num_ids = problem.logits, problem.num_ids
+    logits, num_ids = problem.logits, problem.spec.num_ids
     shape = (2 + num_ids + want_entropy, *logits.shape[:-1])
     packed = torch.empty(shape, dtype=accumulation_dtype(logits.dtype), device=logits.device)
-    if problem.vocab_size == 0:
+    if problem.spec.vocab_size == 0:
         return packed.fill_(-INF)
     targets = packed[2 : 2 + num_ids]
     # the kernels write the ids of a row side by side
@@ -79,7 +79,7 @@ def run_forward(
 ) -> _ops.Results:
     """`_ops.run_forward` for a shard: ``gather`` brings the packed statistics of all of them, [R, F, ...]."""
     gathered = gather(statistics(problem, kernel, want_entropy))
-    inv_t = inverse_temperature(problem.temperature, problem.temperature_rows, gathered.dtype)
+    inv_t = inverse_temperature(problem.spec.temperature, problem.temperature_rows, gathered.dtype)
     return merge(gathered, problem.token_ids.shape, inv_t, out_dtype)
 
 

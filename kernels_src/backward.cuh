@@ -52,7 +52,7 @@ struct RowGradient {
 
 template <class Acc>
 __device__ __forceinline__ Acc grad_logp(const LogpParams& p, const RowIndex& at, u32 k) {
-  return load_as<Acc>(p.grad_logp.data, at.offset(p.grad_logp) + k * p.grad_logp_last, p.grad_logp_dtype);
+  return load_as<Acc>(p.grad_logp, at.offset(p.grad_logp_rows) + k * p.grad_logp_last, p.grad_logp_dtype);
 }
 
 // The upstream weights of a row, all zero for one that is left out. Every thread computes the same.
@@ -77,8 +77,8 @@ __device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 
     if (is_in_vocabulary(p, id)) sum += upstream;
     else if (p.invalid_is_nan) sum = Math<Acc>::nan();
   }
-  if (active && p.grad_entropy.data != nullptr)
-    entropy_sum = load_as<Acc>(p.grad_entropy.data, at.offset(p.grad_entropy), p.grad_entropy_dtype);
+  if (active && p.grad_entropy != nullptr)
+    entropy_sum = load_as<Acc>(p.grad_entropy, at.offset(p.grad_entropy_rows), p.grad_entropy_dtype);
   g.inv_t = inverse_temperature<Acc>(p, at);
   g.weight = g.base_weight = -g.inv_t * sum;
   if (entropy_sum != Acc(0)) {
@@ -216,7 +216,7 @@ __device__ __forceinline__ void backward_tiles(const LogpParams& p, const RowInd
                                                const RowGradient<T>& g, TargetGradients<T>& targets) {
   using Bits = typename T::Bits;
   const Bits* logits = row_start<T>(p, at);
-  Bits* out = static_cast<Bits*>(const_cast<void*>(p.grad_logits.data)) + at.offset(p.grad_logits);
+  Bits* out = static_cast<Bits*>(p.grad_logits) + at.offset(p.grad_logits_rows);
   const RowDivision d = RowDivision::of<T>(out, p.vocab_size);
   const u32 first = first_tile * kBackwardTileVectors;
   const u32 last = min(first + p.tiles_per_block * kBackwardTileVectors, d.vectors);

@@ -12,16 +12,16 @@ struct RowIndex {
     inner = row - outer * size;
   }
 
-  __device__ __forceinline__ i64 offset(const RowView& v) const {
-    return outer * v.outer + inner * v.inner;
+  __device__ __forceinline__ i64 offset(const RowStrides& s) const {
+    return outer * s.outer + inner * s.inner;
   }
 };
 
 // Less vocab_start, so that a valid id is a column. Unsigned, since ids may be anything and wrap.
 __device__ __forceinline__ i64 token_id(const LogpParams& p, const RowIndex& at, u32 k) {
-  const i64 i = at.offset(p.token_ids) + k * p.token_ids_last;
-  const i64 id = p.token_id_bytes == 8 ? static_cast<const i64*>(p.token_ids.data)[i]
-                                       : static_cast<i64>(static_cast<const int*>(p.token_ids.data)[i]);
+  const i64 i = at.offset(p.token_ids_rows) + k * p.token_ids_last;
+  const i64 id = p.token_id_bytes == 8 ? static_cast<const i64*>(p.token_ids)[i]
+                                       : static_cast<i64>(static_cast<const int*>(p.token_ids)[i]);
   return static_cast<i64>(static_cast<u64>(id) - static_cast<u64>(p.vocab_start));
 }
 
@@ -50,11 +50,11 @@ __device__ __forceinline__ bool is_active(const LogpParams& p, u32 row, const Ro
 
 template <class T>
 __device__ __forceinline__ const typename T::Bits* row_start(const LogpParams& p, const RowIndex& at) {
-  return static_cast<const typename T::Bits*>(p.logits.data) + at.offset(p.logits);
+  return static_cast<const typename T::Bits*>(p.logits) + at.offset(p.logits_rows);
 }
 
 template <class Acc>
 __device__ __forceinline__ Acc inverse_temperature(const LogpParams& p, const RowIndex& at) {
-  if (p.temperature.data == nullptr) return static_cast<Acc>(p.inv_temperature);
-  return Acc(1) / static_cast<Acc>(static_cast<const float*>(p.temperature.data)[at.offset(p.temperature)]);
+  if (p.temperature == nullptr) return static_cast<Acc>(p.inv_temperature);
+  return Acc(1) / static_cast<Acc>(static_cast<const float*>(p.temperature)[at.offset(p.temperature_rows)]);
 }

@@ -41,11 +41,7 @@ struct RingCursor {
   __device__ __forceinline__ explicit RingCursor(Ring<kSize>& r) : ring(r) {}
   __device__ __forceinline__ void wait_full() { mbarrier_wait(&ring.full[at], parity); }
   __device__ __forceinline__ void wait_empty() { mbarrier_wait(&ring.empty[at], parity ^ 1); }
-  // What this warp's lanes did comes before the arrival of its first lane.
-  __device__ __forceinline__ void arrive(u64 (&barriers)[kSize]) {
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) mbarrier_arrive(&barriers[at]);
-  }
+  __device__ __forceinline__ void arrive(u64 (&barriers)[kSize]) { mbarrier_arrive(&barriers[at]); }
   __device__ __forceinline__ void advance() {
     if (++at == kSize) {
       at = 0;
@@ -186,8 +182,8 @@ __device__ __forceinline__ void forward_tma(const LogpParams& p) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TmaShared<typename T::Acc> shared;
   if (threadIdx.x == 0) {
-    shared.tiles.init(1, kGroupWarps);
-    shared.rows.init(kGroupWarps, 1);
+    shared.tiles.init(1, kGroup);
+    shared.rows.init(kGroup, kWarp);
     fence_mbarrier_init();
   }
   __syncthreads();

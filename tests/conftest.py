@@ -118,6 +118,7 @@ def only_kernel(monkeypatch):
         reduced = replace(shipped, kernels=kept)
         monkeypatch.setattr(_manifest, "shipped", lambda: reduced)
         monkeypatch.setattr(_launch, "_plans", {})
+        monkeypatch.setattr(_launch, "_launches", {})
         monkeypatch.setattr(_launch, "_thresholds", reduced.thresholds)
 
     return keep

@@ -499,6 +499,7 @@ def test_auto_never_takes_the_reference(ran, monkeypatch):
     x, ids = batch(8, 1000)
     facts = _launch.facts_of
     monkeypatch.setattr(_launch, "_plans", {})
+    monkeypatch.setattr(_launch, "_launches", {})
     monkeypatch.setattr(_launch, "facts_of", lambda *a, **k: replace(facts(*a, **k), capability=(7, 5)))
     with pytest.raises(fused_logp_hub.NoMatchingKernelError, match=r"capability 7.5") as error:
         fused_logp(x, ids)
@@ -515,12 +516,12 @@ def test_driver_errors_name_call_symbol_and_device():
     x, _ = batch(8, 1000)
     function = _launch.plan("logp_forward", "two_pass", x, 8)
     broken = _driver.Function(function.device, replace(function.kernel, threads=0), function.handle)
-    values = [0] * sum(len(codes) for _, codes in _params.LOGP_FORWARD_FIELDS)
+    values = (*[0] * len(_params.LOGP_ADDRESSES), _params.logp_constants())
     with pytest.raises(
         fused_logp_hub.DriverError,
         match=r"^cuLaunchKernelEx for logp_forward_two_pass_bf16 on device 0: .* got CUDA_ERROR_INVALID_VALUE",
     ):
-        broken.launch(1, _launch.current_stream(0), _params.LOGP_FORWARD, values)
+        broken.launch(1, _launch.current_stream(0), _params.LOGP, values)
     torch.cuda.synchronize()
     x, ids = batch(8, 1000)
     check(x, ids, fused_logp(x, ids))

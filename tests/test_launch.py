@@ -16,10 +16,7 @@ from support.manifests import SYNTHETIC
 from fused_logp_hub import _checks, _launch, _ops, _params
 from fused_logp_hub._problem import Shard
 
-FIELDS = {
-    "forward": (_params.LOGP_FORWARD, _params.LOGP_FORWARD_FIELDS),
-    "backward": (_params.LOGP_BACKWARD, (*_params.LOGP_FORWARD_FIELDS, *_params.LOGP_BACKWARD_FIELDS)),
-}
+CONSTANTS = struct.Struct("=" + "".join(codes for _, codes in _params.LOGP_CONSTANTS))
 
 
 @pytest.fixture
@@ -28,10 +25,10 @@ def launched(monkeypatch):
     launches = []
 
     def launch(self, grid, stream, layout, values):
-        kind = "forward" if layout is _params.LOGP_FORWARD else "backward"
-        numbers = list(layout.unpack(layout.pack(*values)))
-        fields = {}
-        for name, codes in FIELDS[kind][1]:
+        *addresses, constants = layout.unpack(layout.pack(*values))
+        fields = dict(zip(_params.LOGP_ADDRESSES, addresses, strict=True))
+        numbers = list(CONSTANTS.unpack(constants))
+        for name, codes in _params.LOGP_CONSTANTS:
             taken, numbers = numbers[: len(codes)], numbers[len(codes) :]
             fields[name] = taken[0] if len(taken) == 1 else tuple(taken)
         launches.append((grid, fields))
@@ -46,13 +43,14 @@ def launched(monkeypatch):
         return function
 
     monkeypatch.setattr(_launch, "plan", plan)
+    monkeypatch.setattr(_launch, "_launches", {})
     monkeypatch.setattr(_launch, "current_stream", lambda index: 0)
     monkeypatch.setattr(_ops, "uses_reference", lambda logits, kernel: False)
     return launches
 
 
-def row_addresses(view, fields, itemsize):
-    data, outer, inner = view
+def row_addresses(name, fields, itemsize):
+    data, (outer, inner) = fields[name], fields[f"{name}_rows"]
     rows, inner_rows = fields["num_rows"], fields["inner_rows"]
     return [data + (r // inner_rows * outer + r % inner_rows * inner) * itemsize for r in range(rows)]
 
@@ -102,20 +100,20 @@ def test_rows_are_where_the_parameters_say(launched, logits, ids_of):
     for fields in (forward, backward):
         assert (fields["num_rows"], fields["vocab_size"]) == (leading.numel(), logits.shape[-1])
         assert fields["num_ids"] == (3 if ids_of == "several" else 1)
-        assert row_addresses(fields["logits"], fields, logits.element_size()) == expected_addresses(logits, depth)
+        assert row_addresses("logits", fields, logits.element_size()) == expected_addresses(logits, depth)
         if depth <= 2:  # deeper ids may have been copied
-            assert row_addresses(fields["token_ids"], fields, ids.element_size()) == expected_addresses(ids, depth)
+            assert row_addresses("token_ids", fields, ids.element_size()) == expected_addresses(ids, depth)
         assert fields["token_ids_last"] == (1 if ids_of == "several" else 0)
         assert fields["token_id_bytes"] == ids.element_size()
-        addresses = row_addresses(fields["temperature"], fields, 4)
+        addresses = row_addresses("temperature", fields, 4)
         assert addresses == expected_addresses(temperature, depth)
         assert fields["row_max"] == statistics[0].data_ptr()
         assert fields["log_sum"] == statistics[1].data_ptr()
         assert fields["entropy"] == entropy.data_ptr()
         assert fields["row_max_is_raw"] == 1
     assert forward["logp"] == logp.data_ptr()
-    assert row_addresses(backward["grad_logits"], backward, 4) == expected_addresses(grad_logits, depth)
-    assert backward["grad_logp"] == (grad_logp.data_ptr(), 0, 0)
+    assert row_addresses("grad_logits", backward, 4) == expected_addresses(grad_logits, depth)
+    assert (backward["grad_logp"], backward["grad_logp_rows"]) == (grad_logp.data_ptr(), (0, 0))
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)])
@@ -129,16 +127,11 @@ def test_vocabulary_stride_is_copied_first(launched, shape):
         False,
     )
     ((_, fields),) = launched
-    data, _, inner = fields["logits"]
-    assert data != logits.data_ptr()
-    assert inner == shape[-1]
+    assert fields["logits"] != logits.data_ptr()
+    assert fields["logits_rows"][1] == shape[-1]
     assert (fields["use_ignore_index"], fields["invalid_is_nan"]) == (0, 1)
     assert (fields["row_max"], fields["log_sum"], fields["entropy"]) == (0, 0, 0)
     assert fields["logp_dtype"] == _params.DTYPE_CODES["bfloat16"]
-
-
-def test_parameters_fit_the_buffer():
-    assert struct.calcsize("=" + "".join(c for _, c in FIELDS["backward"][1])) == _params.MAX_PARAMS_BYTES
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 5, -(2**63), 2**63 - 1])
@@ -155,7 +148,7 @@ def test_ids_of_a_shard(launched, ignore_index):
     assert fields["ignore_index"] == ignore_index
     assert len(shards) == 2
     for _, fields in shards:
-        assert row_addresses(fields["logits"], fields, 4) == expected_addresses(logits, 1)
+        assert row_addresses("logits", fields, 4) == expected_addresses(logits, 1)
         names = ("vocab_size", "vocab_start", "global_vocab_size", "is_shard")
         assert [fields[name] for name in names] == [20, 90, 110, 1]
         assert (fields["ignore_index"] - ignore_index + 90) % 2**64 == 0

@@ -68,11 +68,7 @@ def offsets(kinds: list[str]) -> tuple[list[int], int]:
 
 
 STRUCTS = [
-    (
-        "LogpParams",
-        _params.LOGP_FORWARD_FIELDS + _params.LOGP_BACKWARD_FIELDS,
-        _params.LOGP_BACKWARD,
-    ),
+    ("LogpParams", tuple((name, "Q") for name in _params.LOGP_ADDRESSES) + _params.LOGP_CONSTANTS, _params.LOGP),
     ("RowMaskParams", _params.ROW_MASK_FIELDS, _params.ROW_MASK),
 ]
 
@@ -95,21 +91,22 @@ class TestStruct:
         codes = "".join(codes for _, codes in packed)
         assert [struct.calcsize("=" + codes[:i]) for i in range(len(codes))] == expected
         assert layout.size == size
-        assert layout.format == "=" + codes
 
 
-def test_the_forward_reads_a_prefix(header):
-    """Up to where the header says that the backward's own fields begin, and whole 8-byte words."""
-    text = HEADER.read_text(encoding="utf-8")
-    body = text[text.index("struct LogpParams") :]
-    before, after = (
-        body[: body.index("read by the backward only")],
-        body[body.index("read by the backward only") :],
-    )
-    assert _params.LOGP_FORWARD_FIELDS[-1][0] in before
-    assert _params.LOGP_BACKWARD_FIELDS[0][0] in after
-    assert f" {_params.LOGP_BACKWARD_FIELDS[0][0]};" not in before
-    assert _params.LOGP_FORWARD.size % 8 == 0
+def test_constants_are_packed_by_name():
+    """Each where the struct has it, 0 where nothing is said; the addresses come before all of them."""
+    packed = _params.logp_constants(grad_logp_rows=(7, -8), num_rows=9, tiles_per_block=3)
+    values = struct.unpack("=" + "".join(codes for _, codes in _params.LOGP_CONSTANTS), packed)
+    names = [name for name, codes in _params.LOGP_CONSTANTS for _ in codes]
+    assert {(n, v) for n, v in zip(names, values, strict=True) if v} == {
+        ("grad_logp_rows", 7), ("grad_logp_rows", -8), ("num_rows", 9), ("tiles_per_block", 3),
+    }  # fmt: skip
+    addresses = tuple(range(1, len(_params.LOGP_ADDRESSES) + 1))
+    whole = _params.LOGP.pack(*addresses, packed)
+    assert struct.unpack_from(f"={len(addresses)}Q", whole) == addresses
+    assert whole.endswith(packed)
+    with pytest.raises(AssertionError, match=r"no such fields: num_columns$"):
+        _params.logp_constants(num_columns=1)
 
 
 def test_dtype_codes(header):
@@ -120,7 +117,7 @@ def test_dtype_codes(header):
 
 def test_the_buffer_holds_every_struct():
     """One buffer a thread serves all kernels; kernel parameters may not exceed 4 KiB."""
-    largest = max(layout.size for layout in (_params.LOGP_FORWARD, _params.LOGP_BACKWARD, _params.ROW_MASK))
+    largest = max(layout.size for layout in (_params.LOGP, _params.ROW_MASK))
     assert largest <= _params.MAX_PARAMS_BYTES <= 4096
 
 

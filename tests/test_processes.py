@@ -78,7 +78,7 @@ def test_fork_after_use(tmp_path):
         + """
 from fused_logp_hub import _params
 before = function()
-packed = _params.LOGP_FORWARD, [0] * sum(len(codes) for _, codes in _params.LOGP_FORWARD_FIELDS)
+packed = _params.LOGP, (*[0] * len(_params.LOGP_ADDRESSES), _params.logp_constants())
 in_child(refused)
 before.launch(1, 0, *packed)  # the parent goes on
 """,

@@ -54,6 +54,7 @@ def only_sm80_source(ptx, monkeypatch):
     reduced = replace(shipped, directory=ptx.parent, cubins=(code,), kernels=kernels)
     monkeypatch.setattr(_manifest, "shipped", lambda: reduced)
     monkeypatch.setattr(_launch, "_plans", {})
+    monkeypatch.setattr(_launch, "_launches", {})
     monkeypatch.setattr(_launch, "_thresholds", lambda op: ([], []))
 
 

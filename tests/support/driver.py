@@ -190,5 +190,5 @@ def function(ordinal=0):
 
 
 def first_launch(ordinal=0):
-    values = [0] * sum(len(codes) for _, codes in _params.LOGP_FORWARD_FIELDS)
-    function(ordinal).launch(1, 7, _params.LOGP_FORWARD, values)
+    values = (*[0] * len(_params.LOGP_ADDRESSES), _params.logp_constants())
+    function(ordinal).launch(1, 7, _params.LOGP, values)
