@@ -34,12 +34,13 @@ from benchmarks.shapes import ITEM_SIZE  # noqa: E402
 from fused_logp_hub import _driver, _launch, _manifest  # noqa: E402
 
 OP = "logp_forward"
-ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
-VOCAB = (4096, 8192, 32000, 50257, 128256, 151936, 262144)
+ROWS = (1, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 1024, 2048, 4096, 8192, 16384)
+VOCAB = (4096, 8192, 16384, 32000, 50257, 128256, 151936, 262144)
 FEW_VOCAB = (32000, 128256)
 # dtype, alignment of the first row in bytes, vocabularies
 GRID = (("bfloat16", 16, VOCAB), ("bfloat16", 2, FEW_VOCAB), ("float32", 16, FEW_VOCAB))
 MAX_BYTES = 2_200_000_000
+MAX_CLUSTER_BLOCKS = 2048  # where a cluster has long lost
 MAX_SECONDS = 170.0
 ROUNDS = 12
 CHECKED_ROWS = 64
@@ -118,7 +119,8 @@ def measure_point(
     actual = _launch.row_alignment(logits[0])
     calls, status = {}, {}
     for forced in candidates:
-        if actual % forced.alignment:
+        blocks = forced.function.kernel.blocks_per_row or 1
+        if actual % forced.alignment or (blocks > 1 and blocks * rows > MAX_CLUSTER_BLOCKS):
             continue
 
         def call(i: int, function: _driver.Function = forced.function) -> None:

@@ -82,8 +82,7 @@ def fused_logp(
     kernel = _selection.resolve(kernel)
     if row_indices is not None:
         row_mask = _call.merge_mask(row_indices, row_mask, logits)
-    out_dtype = _checks.out_dtype(out_dtype, logits)
-    if not isinstance(logits, Tensor) or _call.is_plain(logits):
+    if _call.is_plain(logits) or not isinstance(logits, Tensor):
         problem = _checks.make_problem(logits, token_ids, row_mask, temperature, ignore_index, on_invalid)
         results = _call.compute(problem, kernel, out_dtype, return_lse, return_entropy, inplace_backward)
     else:
@@ -92,6 +91,7 @@ def fused_logp(
                 "inplace_backward: expected False under torch.compile, tensor subclasses and dispatch modes, got True. "
                 "Call fused_logp outside of them."
             )
+        out_dtype = _checks.out_dtype(out_dtype, logits)
         rows = temperature if isinstance(temperature, Tensor) else None
         results = _library.logp_forward(
             logits, token_ids, row_mask, 1.0 if isinstance(temperature, Tensor) else float(temperature), rows,

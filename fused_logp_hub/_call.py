@@ -31,7 +31,9 @@ class LogpResult(NamedTuple):
 
 def is_plain(logits: Tensor) -> bool:
     """Whether a call may go around the dispatcher: nothing traces, wraps or intercepts tensors."""
-    return not torch.compiler.is_compiling() and type(logits) in PLAIN and not torch._C._len_torch_dispatch_stack()
+    return (
+        type(logits) in PLAIN and not torch.compiler.is_dynamo_compiling() and not torch._C._len_torch_dispatch_stack()
+    )
 
 
 def merge_mask(row_indices: Tensor, row_mask: Tensor | None, logits: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ def make_problem(
 def compute(
     problem: Problem,
     kernel: str,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
     return_lse: bool,
     return_entropy: bool,
     inplace_backward: bool,
@@ -73,12 +75,13 @@ def compute(
 ) -> _ops.Results:
     """The results of ``run``; where the logits require grad, of a node in autograd's graph."""
     logits = problem.logits
+    out_dtype = problem.spec.dtype if out_dtype is None else _checks.out_dtype(out_dtype, logits)
     if not (logits.requires_grad and torch.is_grad_enabled()):
         return run(problem, kernel, out_dtype, return_lse, return_entropy)
     if inplace_backward:
         _outputs.overwritable(logits)
     more = return_lse or return_entropy
-    results = _ops.apply(logits, problem, kernel, out_dtype, more, return_entropy, inplace_backward, run)
+    results = _ops.apply(logits, (problem, kernel, out_dtype, more, return_entropy, inplace_backward, run))
     return results if more else (results, None, None)
 
 

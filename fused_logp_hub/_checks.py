@@ -92,7 +92,18 @@ def _spec(
         raise ArgumentError(f"logits: expected at most {MAX_ROWS} rows, got {num_rows}. Split the rows.")
     if shard is not None:
         vocab_size = min(vocab_size, max(shard.vocab_size - shard.start, 0))
-    return Spec(num_rows, vocab_size, num_ids, temperature, ignore_index, invalid_is_nan, shard)
+    return Spec(
+        accumulation_dtype(logits.dtype),
+        tuple(leading),
+        tuple(ids_shape),
+        num_rows,
+        vocab_size,
+        num_ids,
+        temperature,
+        ignore_index,
+        invalid_is_nan,
+        shard,
+    )
 
 
 def split_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[float, Tensor | None]:
@@ -170,7 +181,7 @@ def row_indices(indices: Tensor, logits: Tensor) -> None:
 def out_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
     """The dtype of logp: by default that of the arithmetic."""
     if dtype is None:
-        return accumulation_dtype(logits.dtype) if isinstance(logits, Tensor) else torch.float32
+        return accumulation_dtype(logits.dtype)
     if dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"out_dtype: expected a floating dtype, got {dtype}. Use torch.float32.")
     return dtype

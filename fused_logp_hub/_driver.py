@@ -39,8 +39,8 @@ _libcuda: ctypes.CDLL | None = None
 _CONFIG = struct.Struct("@7I4xQQI4x")
 
 
-class _Arguments(threading.local):
-    """A launch's buffers, for each thread: parameters, the pointers they are read through, the configuration."""
+class _Buffers:
+    """A launch's buffers: parameters, the pointers they are read through, the configuration."""
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(MAX_PARAMS_BYTES)
@@ -50,6 +50,13 @@ class _Arguments(threading.local):
         self.config_address = ctypes.addressof(self.config)
         self.current = ctypes.c_void_p()
         self.current_address = ctypes.addressof(self.current)
+
+
+class _Arguments(threading.local):
+    """Each thread's own."""
+
+    def __init__(self) -> None:
+        self.buffers = _Buffers()
 
 
 _arguments = _Arguments()
@@ -134,7 +141,7 @@ class Function:
     def launch(self, grid: int, stream: int, layout: struct.Struct, values: Sequence[Any]) -> None:
         """Pack the parameters and launch on a raw stream of this device; DriverError names the symbol."""
         library = _libcuda or libcuda()  # None in a forked child, where libcuda() raises
-        arguments = _arguments
+        arguments = _arguments.buffers
         layout.pack_into(arguments.buffer, 0, *values)
         _CONFIG.pack_into(arguments.config, 0, grid, 1, 1, self.threads, 1, 1, self.shared_memory, stream, 0, 0)
         library.cuCtxGetCurrent(arguments.current_address)
@@ -146,7 +153,7 @@ class Function:
         if status:
             _check((cuda.CUresult(status),), "cuLaunchKernelEx", self.kernel.symbol, self.device.ordinal)
 
-    def _launch(self, library: ctypes.CDLL, arguments: _Arguments) -> int:
+    def _launch(self, library: ctypes.CDLL, arguments: _Buffers) -> int:
         status: int = library.cuLaunchKernelEx(arguments.config_address, self.handle, arguments.pointers_address, None)
         return status
 

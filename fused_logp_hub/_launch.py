@@ -7,6 +7,7 @@ costs a look into a cache, one struct pack and one launch. Tensors are read thro
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -28,14 +29,10 @@ _MAX_GRID = 2**31 - 1
 _plans: dict[tuple[object, ...], _driver.Function] = {}
 _launches: dict[tuple[object, ...], Launch] = {}
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
-def current_stream(device_index: int) -> int:
-    """The raw handle of PyTorch's current stream on a device; 60 times cheaper than the Stream object."""
-    if _raw_stream is not None:
-        return int(_raw_stream(device_index))
-    return int(torch.cuda.current_stream(device_index).cuda_stream)
+# The raw handle of PyTorch's current stream on a device; 60 times cheaper than the Stream object.
+current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 
 def row_alignment(tensor: Tensor) -> int:
@@ -106,12 +103,6 @@ class Launch(NamedTuple):
     grid: int
     constants: bytes
 
-    def __call__(self, *addresses: int) -> None:
-        """On the device's current stream; the addresses as in `_params.LOGP_ADDRESSES`."""
-        function = self.function
-        stream = current_stream(function.device.ordinal)
-        function.launch(self.grid, stream, _params.LOGP, (*addresses, self.constants))
-
 
 def forward(
     problem: Problem,
@@ -134,10 +125,12 @@ def forward(
         function = plan("logp_forward", requested, logits, spec.num_rows)
         launch = _prepare(function, problem, logp_dtype=_DTYPE_CODES[logp.dtype], row_max_is_raw=raw)
         remember(_launches, key, launch)
-    launch(
+    function, grid, constants = launch
+    values = (
         address, ids.data_ptr(), 0 if rows is None else rows.data_ptr(), 0 if mask is None else mask.data_ptr(),
-        logp.data_ptr(), row_max, log_sum, entropy, 0, 0, 0,
+        logp.data_ptr(), row_max, log_sum, entropy, 0, 0, 0, constants,
     )  # fmt: skip
+    function.launch(grid, current_stream(function.device.ordinal), _params.LOGP, values)
 
 
 def backward(
@@ -163,11 +156,14 @@ def backward(
         function = plan("logp_backward", _selection.AUTO, logits, spec.num_rows)
         launch = _prepare(function, problem, grad_logp, grad_entropy, grad_logits, row_max_is_raw=raw)
         remember(_launches, key, launch)
-    launch(
+    function, grid, constants = launch
+    values = (
         address, ids.data_ptr(), 0 if rows is None else rows.data_ptr(), 0 if mask is None else mask.data_ptr(),
         0, row_max, log_sum, entropy,
         grad_logp.data_ptr(), 0 if grad_entropy is None else grad_entropy.data_ptr(), grad_logits.data_ptr(),
+        constants,
     )  # fmt: skip
+    function.launch(grid, current_stream(function.device.ordinal), _params.LOGP, values)
 
 
 def mark_rows(row_indices: Tensor, row_mask: Tensor) -> None:

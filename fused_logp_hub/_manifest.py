@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 CUBIN_DIR: Traversable = files(__name__.rpartition(".")[0]) / "cubins"  # a folder, or inside a zip archive
-# Measured on an H200, 2026-11-29: with fewer, the last one is too empty to let the scheduler balance.
+# Measured on an H200, 2026-11-30: with fewer waves, the last one is too empty to let the scheduler balance; and of
+# rows no longer than that, one would not pay for a block's start.
 MANY_WAVES = 4
+SHORT_ROW_BYTES = 32768
 REINSTALL = "Reinstall fused-logp-hub."
 _CLOSEST_FIRST = ("exact", "family", "minor")
 
@@ -65,6 +67,26 @@ class Cubin:
 
 
 @dataclass(frozen=True)
+class Range:
+    """Numbers of rows and sizes of a row, limits included."""
+
+    min_rows: int = 0
+    max_rows: int | None = None
+    max_row_bytes: int | None = None
+
+    def holds(self, rows: int, row_bytes: int) -> bool:
+        return (
+            rows >= self.min_rows
+            and (self.max_rows is None or rows <= self.max_rows)
+            and (self.max_row_bytes is None or row_bytes <= self.max_row_bytes)
+        )
+
+    def __str__(self) -> str:
+        rows = f"at least {self.min_rows} rows" if self.max_rows is None else f"{self.min_rows} to {self.max_rows} rows"
+        return rows if self.max_row_bytes is None else f"{rows} of at most {self.max_row_bytes} bytes"
+
+
+@dataclass(frozen=True)
 class KernelRow:
     """One kernel as data; see build_tools/kernels.toml for the meaning of each field."""
 
@@ -77,7 +99,7 @@ class KernelRow:
     threads: int
     shared_memory: int
     priority: int
-    auto_max_rows: int | None = None
+    auto: tuple[Range, ...] | None = None
     max_rows: int | None = None
     min_row_bytes: int = 0
     blocks_per_row: int | None = None
@@ -92,9 +114,9 @@ class KernelRow:
             return rows * self.blocks_per_row, 0
         if self.blocks_per_multiprocessor is not None:
             waves = rows / (multiprocessors * self.blocks_per_multiprocessor)
-            # few waves: make them one, all blocks with as many rows; many: the GPU's scheduler balances them
-            each = math.ceil(waves) if waves < MANY_WAVES else int(waves / MANY_WAVES)
-            return -(-rows // max(1, each)), 0
+            # as many rows for every block, all at once; or a block for each row, which the GPU's scheduler balances
+            at_once = waves < MANY_WAVES or row_bytes <= SHORT_ROW_BYTES
+            return -(-rows // max(1, math.ceil(waves))) if at_once else rows, 0
         if self.tile_bytes is not None and self.max_tiles_per_block is not None:
             tiles = -(-row_bytes // self.tile_bytes)
             # several tiles a block, as long as every multiprocessor gets 16 blocks
@@ -121,8 +143,10 @@ class Manifest:
     def thresholds(self, op: str) -> tuple[list[int], list[int]]:
         """Where selection for an op can change: the last numbers of rows, and the last row sizes, ascending."""
         kernels = [k for k in self.kernels if k.op == op]
-        rows = {limit for k in kernels for limit in (k.max_rows, k.auto_max_rows) if limit}
-        return sorted(rows), sorted({k.min_row_bytes - 1 for k in kernels if k.min_row_bytes})
+        ranges = [r for k in kernels for r in k.auto or ()]
+        rows = {k.max_rows for k in kernels} | {r.max_rows for r in ranges} | {r.min_rows - 1 for r in ranges}
+        row_bytes = {k.min_row_bytes - 1 for k in kernels} | {r.max_row_bytes for r in ranges}
+        return sorted(n for n in rows if n and n > 0), sorted(n for n in row_bytes if n and n > 0)
 
     def cubins_of(self, module: str) -> list[Cubin]:
         return [c for c in self.cubins if c.module == module]
@@ -174,7 +198,7 @@ def load_manifest(directory: Traversable) -> Manifest:
             dirty=raw["dirty"],
             compiler=raw["compiler"],
             cubins=tuple(sorted((_cubin(c) for c in raw["cubins"]), key=_distance)),
-            kernels=tuple(sorted((KernelRow(**k) for k in raw["kernels"]), key=lambda k: k.priority)),
+            kernels=tuple(sorted((_kernel(k) for k in raw["kernels"]), key=lambda k: k.priority)),
         )
     except (KeyError, TypeError) as error:
         raise CubinError(f"{path}: expected a complete manifest, got {error!r}. {REINSTALL}") from error
@@ -185,6 +209,11 @@ def _cubin(raw: dict[str, Any]) -> Cubin:
     fields["capability"] = tuple(fields["capability"])
     fields["family"] = tuple(tuple(capability) for capability in fields["family"])
     return Cubin(**fields)
+
+
+def _kernel(raw: dict[str, Any]) -> KernelRow:
+    auto = raw.get("auto")
+    return KernelRow(**{**raw, "auto": None if auto is None else tuple(Range(**r) for r in auto)})
 
 
 def _distance(cubin: Cubin) -> tuple[int, int, int]:

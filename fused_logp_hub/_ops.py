@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_logp_hub import _launch, _memory, _reference, _selection
 from fused_logp_hub._errors import SecondDerivativeError
-from fused_logp_hub._problem import Problem, accumulation_dtype
+from fused_logp_hub._problem import Problem
 
 TWICE = (
     "fused_logp: expected to be differentiated once, got a second derivative. Use torch.log_softmax where you need one."
@@ -126,21 +126,17 @@ def run_forward(
     problem: Problem, kernel: str, out_dtype: torch.dtype, want_statistics: bool, want_entropy: bool
 ) -> Results:
     """`forward` into new memory: logp as the ids; raw row_max and log_sum as one tensor [2, ...]; entropy [...]."""
-    logits = problem.logits
-    logp = _memory.empty(problem.token_ids.shape, out_dtype, logits)
-    statistics = entropy = None
-    if want_statistics or want_entropy:
-        leading, acc = logits.shape[:-1], accumulation_dtype(logits.dtype)
-        if want_statistics:
-            statistics = _memory.empty((2, *leading), acc, logits)
-        if want_entropy:
-            entropy = _memory.empty(leading, acc, logits)
-    if problem.spec.num_rows and not uses_reference(logits, kernel):
-        addresses = _halves(statistics, problem.spec.num_rows)
-        _launch.forward(problem.readable(), kernel, logp, *addresses, _address(entropy), True)
+    logits, spec = problem.logits, problem.spec
+    empty = _memory.allocator(logits)
+    logp = empty(spec.ids_shape, out_dtype)
+    statistics = empty((2, *spec.leading), spec.dtype) if want_statistics else None
+    entropy = empty(spec.leading, spec.dtype) if want_entropy else None
+    if spec.num_rows and not uses_reference(logits, kernel):
+        row_max, log_sum = _halves(statistics, spec.num_rows)
+        _launch.forward(problem.readable(), kernel, logp, row_max, log_sum, _address(entropy), True)
     else:
-        row_max, log_sum = (None, None) if statistics is None else statistics.unbind(0)
-        forward(problem, kernel, logp, row_max, log_sum, entropy, True)
+        tops, log_sums = (None, None) if statistics is None else statistics.unbind(0)
+        forward(problem, kernel, logp, tops, log_sums, entropy, True)
     return logp, statistics, entropy
 
 
@@ -148,57 +144,44 @@ class LogpFunction(torch.autograd.Function):
     """Eager autograd around forward and backward.
 
     The output is logp or, if more is wanted, (logp, statistics [2, ...], entropy): each output of a Function
-    costs host time.
+    costs host time, as does each argument, so all but the logits come as one.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        problem: Problem,
-        kernel: str,
-        out_dtype: torch.dtype,
-        want_more: bool,
-        want_entropy: bool,
-        in_place: bool,
-        run: Run,
-    ) -> Tensor | Results:
-        logp, statistics, entropy = run(problem, kernel, out_dtype, True, want_entropy)
-        ctx.save_for_backward(
-            logits, problem.token_ids, problem.row_mask, problem.temperature_rows, statistics, entropy
-        )
-        ctx.spec = problem.spec
-        ctx.kernel = kernel
-        ctx.in_place = in_place
+    def forward(ctx: Any, logits: Tensor, call: tuple[Problem, str, torch.dtype, bool, bool, bool, Run]) -> Any:
+        problem, kernel, out_dtype, want_more, want_entropy, in_place, run = call
+        results = run(problem, kernel, out_dtype, True, want_entropy)
+        _, token_ids, row_mask, rows, spec = problem
+        ctx.save_for_backward(logits, token_ids, row_mask, rows, *results[1:])
+        ctx.call = spec, kernel, in_place
         if not want_more:
-            return logp
-        ctx.mark_non_differentiable(statistics)
+            return results[0]
+        ctx.mark_non_differentiable(results[1])
         ctx.set_materialize_grads(False)
-        return logp, statistics, entropy
+        return results
 
     @staticmethod
     def backward(
         ctx: Any, grad_logp: Tensor | None, grad_statistics: None = None, grad_entropy: Tensor | None = None
     ) -> Any:
         if grad_logp is None and grad_entropy is None:
-            return (None,) * 8
+            return None, None
         logits, token_ids, row_mask, rows, statistics, entropy = ctx.saved_tensors
-        problem = Problem(logits, token_ids, row_mask, rows, ctx.spec)
-        if ctx.in_place:
+        spec, kernel, in_place = ctx.call
+        problem = Problem(logits, token_ids, row_mask, rows, spec)
+        if in_place:
             if torch.is_grad_enabled():
                 raise SecondDerivativeError(TWICE)
             # The new version makes every later use of these logits by autograd an error, this node's own too.
             torch.autograd.graph.increment_version(logits)
-            grad = run_backward(
-                problem, ctx.kernel, statistics, entropy, grad_logp, grad_entropy, grad_logits=logits.detach()
-            )
+            grad = run_backward(problem, kernel, statistics, entropy, grad_logp, grad_entropy, logits.detach())
         elif torch.is_grad_enabled():  # create_graph=True
             grad = _OnceDifferentiable.apply(  # type: ignore[no-untyped-call]
-                logits, problem, ctx.kernel, statistics, entropy, grad_logp, grad_entropy
+                logits, problem, kernel, statistics, entropy, grad_logp, grad_entropy
             )
         else:
-            grad = run_backward(problem, ctx.kernel, statistics, entropy, grad_logp, grad_entropy)
-        return (grad, *(None,) * 7)
+            grad = run_backward(problem, kernel, statistics, entropy, grad_logp, grad_entropy)
+        return grad, None
 
 
 # Past Function.apply, which in Python looks for transforms of torch.func; _checks has refused those.
@@ -227,12 +210,13 @@ def run_backward(
     grad_logits: Tensor | None = None,
 ) -> Tensor:
     """`backward` into grad_logits, by default new memory; an absent gradient counts as zero."""
+    logits, spec = problem.logits, problem.spec
     if grad_logp is None:
-        grad_logp = torch.zeros((), device=problem.logits.device).expand(problem.token_ids.shape)
+        grad_logp = torch.zeros((), device=logits.device).expand(spec.ids_shape)
     if grad_logits is None:
-        grad_logits = _memory.empty_grad(problem.logits)
-    if problem.spec.num_rows and problem.spec.shard is None and not uses_reference(problem.logits, kernel):
-        addresses = (*_halves(statistics, problem.spec.num_rows), _address(entropy))
+        grad_logits = _memory.empty_grad(logits)
+    if spec.num_rows and spec.shard is None and not uses_reference(logits, kernel):
+        addresses = (*_halves(statistics, spec.num_rows), _address(entropy))
         _backward_cuda(problem, addresses, True, grad_logp, grad_entropy, grad_logits)
     else:
         row_max, log_sum = statistics.unbind(0)

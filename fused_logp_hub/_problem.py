@@ -23,6 +23,10 @@ class Spec:
     differ in nothing but addresses and strides, so that it stands for all it holds in the key of a cache.
     """
 
+    dtype: torch.dtype
+    """Of the arithmetic and the statistics."""
+    leading: tuple[int, ...]
+    ids_shape: tuple[int, ...]
     num_rows: int
     vocab_size: int
     num_ids: int

@@ -116,10 +116,11 @@ def select_or_raise(manifest: Manifest, op: str, requested: str, facts: Facts) -
 
 
 def _reason(kernel: KernelRow, cubin: Cubin, requested: str, facts: Facts) -> str | None:
-    if requested == AUTO and kernel.auto_max_rows == 0:
-        return "runs only when asked for by name"
-    if requested == AUTO and kernel.auto_max_rows is not None and facts.rows > kernel.auto_max_rows:
-        return f"is taken by itself for at most {kernel.auto_max_rows} rows"
+    if requested == AUTO and kernel.auto is not None:
+        if not kernel.auto:
+            return "runs only when asked for by name"
+        if not any(r.holds(facts.rows, facts.row_bytes) for r in kernel.auto):
+            return f"is taken by itself for {' or '.join(map(str, kernel.auto))}"
     if requested not in (AUTO, kernel.name):
         return f"{requested!r} was asked for"
     mismatch = cubin.mismatch(facts.capability)

@@ -113,7 +113,6 @@ def vocab_parallel_logp(
     width = _width(logits_shard)
     shard = _placement.complete(width, vocab_start, vocab_size, rank, size)
     kernel = _selection.resolve(kernel)
-    out_dtype = _checks.out_dtype(out_dtype, logits_shard)
     problem = _call.make_problem(
         logits_shard, token_ids, row_indices, row_mask, temperature, ignore_index, on_invalid, shard
     )

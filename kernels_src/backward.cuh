@@ -186,13 +186,15 @@ __device__ __forceinline__ void write_vectors(Vec16 (&v)[kBackwardVectors], type
   }
 }
 
-// Tiles [first, last) in vectors. Where registers allow, the next tile is on its way meanwhile.
-template <class T, bool kEntropy, bool kAligned>
+// Tiles [first, last) in vectors. Where registers allow, the first tile is on its way while before_stores runs, and
+// each next one while its predecessor is written.
+template <class T, bool kEntropy, bool kAligned, class BeforeStores>
 __device__ __forceinline__ void write_tiles(const RowReader<T>& reader, typename T::Bits* out, const RowDivision& d,
-                                            u32 first, u32 last, const RowGradient<T>& g) {
+                                            u32 first, u32 last, const RowGradient<T>& g, BeforeStores before_stores) {
   if constexpr (kAligned && sizeof(typename T::Bits) < 8) {
     Vec16 next[kBackwardVectors];
     load_vectors<T, kAligned>(reader, d, first, next);
+    before_stores();
 #pragma unroll 1
     for (u32 at = first; at < last; at += kBackwardTileVectors) {
       Vec16 v[kBackwardVectors];
@@ -202,6 +204,7 @@ __device__ __forceinline__ void write_tiles(const RowReader<T>& reader, typename
       write_vectors<T, kEntropy>(v, out, d, at, g);
     }
   } else {
+    before_stores();
 #pragma unroll 1
     for (u32 at = first; at < last; at += kBackwardTileVectors) {
       Vec16 v[kBackwardVectors];
@@ -229,16 +232,20 @@ __device__ __forceinline__ void backward_tiles(const LogpParams& p, const RowInd
   };
   // One id is known to every thread; several are looked at by a thread each, who then tell each other.
   const bool may_have_target = p.num_ids > 1 || (is_valid(p, g.first_id) && mine(static_cast<u32>(g.first_id)));
-  const bool any_target = may_have_target && targets.template prepare<kEntropy>(p, at, mine, logits, g);
+  bool any_target = false;
+  const auto prepare_targets = [&] {
+    any_target = may_have_target && targets.template prepare<kEntropy>(p, at, mine, logits, g);
+  };
 
   const RowReader<T> reader(logits, p.vocab_size, d.head);
   if (!g.reads_logits()) {
+    prepare_targets();
     for (u32 i = first + threadIdx.x; i < last; i += kBackwardThreads)
       *reinterpret_cast<Vec16*>(out + d.head + i * T::kVec) = Vec16{};
   } else if (reader.shift == 0) {
-    write_tiles<T, kEntropy, true>(reader, out, d, first, last, g);
+    write_tiles<T, kEntropy, true>(reader, out, d, first, last, g, prepare_targets);
   } else {
-    write_tiles<T, kEntropy, false>(reader, out, d, first, last, g);
+    write_tiles<T, kEntropy, false>(reader, out, d, first, last, g, prepare_targets);
   }
   if (ragged && threadIdx.x < d.ragged()) {
     const u32 c = d.ragged_column(threadIdx.x);

@@ -12,12 +12,13 @@ constexpr int kClusterGroups = sizeof(typename T::Bits) == 8 ? 4 : 6;
 
 #define LOGP_KERNEL(T, suffix, blocks, groups)                                                                  \
   extern "C" __global__ void __cluster_dims__(blocks) __launch_bounds__(groups * kGroup, kClusterGroups<T> / groups) \
-      logp_forward_cluster##blocks##_##suffix(const __grid_constant__ LogpParams p) {                            \
+      logp_forward_cluster##blocks##x##groups##_##suffix(const __grid_constant__ LogpParams p) {                            \
     forward_row_per_cluster<T, blocks, groups>(p);                                                              \
   }
 #define LOGP_KERNELS(T, suffix) \
   LOGP_KERNEL(T, suffix, 8, 2)  \
-  LOGP_KERNEL(T, suffix, 4, 1)  \
+  LOGP_KERNEL(T, suffix, 4, 2)  \
+  LOGP_KERNEL(T, suffix, 2, 2)  \
   LOGP_KERNEL(T, suffix, 2, 1)
 
 LOGP_KERNELS(BF16, bf16)

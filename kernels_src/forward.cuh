@@ -60,11 +60,14 @@ struct Leaves {
   __device__ __forceinline__ SoftmaxState<Acc> get(int i) const { return {m[i], s[i], u[i]}; }
 
 #if __CUDA_ARCH__ >= 900
-  // put, into the same variable of another block of the cluster
-  __device__ __forceinline__ void put_remote(u32 rank, int i, const SoftmaxState<Acc>& x) {
-    store_remote(shared_address_of_rank(m + i, rank), x.m);
-    store_remote(shared_address_of_rank(s + i, rank), x.s);
-    store_remote(shared_address_of_rank(u + i, rank), x.u);
+  static constexpr u32 kLeafBytes = 3 * sizeof(Acc);
+
+  // put, into the same variable of another block of the cluster, whose barrier counts kLeafBytes
+  __device__ __forceinline__ void put_remote(u32 rank, int i, const SoftmaxState<Acc>& x, const u64* bar) {
+    const u32 counter = shared_address_of_rank(bar, rank);
+    store_remote(shared_address_of_rank(m + i, rank), x.m, counter);
+    store_remote(shared_address_of_rank(s + i, rank), x.s, counter);
+    store_remote(shared_address_of_rank(u + i, rank), x.u, counter);
   }
 #endif
 };

@@ -110,12 +110,17 @@ template <class T, int kBlocks, int kGroups>
 __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   using Acc = typename T::Acc;
   __shared__ Leaves<Acc> leaves;
+  __shared__ u64 leaves_arrived;
   const u32 row = blockIdx.x / kBlocks;
   const u32 rank = cluster_rank();
   const RowIndex at(row, p.inner_rows);
   if (!is_active(p, row, at)) {
     if (rank == 0 && threadIdx.x == 0) write_skipped_row<Acc>(p, row);
     return;
+  }
+  if (rank == 0 && threadIdx.x == 0) {
+    mbarrier_init(&leaves_arrived, 1);
+    fence_mbarrier_init();
   }
   // Block 0 must be running before anyone writes into it; the wait comes before the first write.
   cluster_arrive();
@@ -134,12 +139,14 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
                               [&](u32 s, const SoftmaxState<Acc>& state) {
                                 if (!waited) cluster_wait();
                                 waited = true;
-                                if (threadIdx.x % kWarp == 0) leaves.put_remote(0, leaf_index(s), state);
+                                if (threadIdx.x % kWarp == 0)
+                                  leaves.put_remote(0, leaf_index(s), state, &leaves_arrived);
                               });
   if (!waited) cluster_wait();
-  cluster_arrive();
   if (!writer) return;
-  cluster_wait();
+  if (threadIdx.x == 0)
+    mbarrier_expect_tx(&leaves_arrived, seg.segments * kGroupWarps * Leaves<Acc>::kLeafBytes);
+  mbarrier_wait(&leaves_arrived, 0);
   write_row<T>(p, row, at, merge_leaves(p, leaves, seg, scale), target, inv_t);
 }
 #endif

@@ -107,11 +107,16 @@ __device__ __forceinline__ u32 shared_address_of_rank(const void* p, u32 rank) {
   return a;
 }
 
-__device__ __forceinline__ void store_remote(u32 address, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+// Stores into another block's shared memory and counts the bytes on a barrier that lies there.
+__device__ __forceinline__ void store_remote(u32 address, float v, u32 bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(__float_as_uint(v)), "r"(bar)
+               : "memory");
 }
 
-__device__ __forceinline__ void store_remote(u32 address, double v) {
-  asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(v) : "memory");
+__device__ __forceinline__ void store_remote(u32 address, double v, u32 bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
+               "l"(__double_as_longlong(v)), "r"(bar)
+               : "memory");
 }
 #endif

@@ -57,18 +57,20 @@ struct TmaShared {
   Leaves<Acc> leaves[kLeafSets];
 };
 
-// Calls visit(row) for this block's active rows in order and skip(row) on one lane for each other row.
-// A warp looks 32 rows ahead at once, so the latency of the ids is paid once in 32 rows.
-template <class Visit, class Skip>
-__device__ __forceinline__ void for_each_row(const LogpParams& p, Visit visit, Skip skip) {
+// Calls visit(row, lane) for this block's active rows in order. A warp looks 32 rows ahead at once, so the latency
+// of the ids is paid once in 32 rows: before, each lane calls look(row, active) for its own row of the 32.
+template <class Look, class Visit>
+__device__ __forceinline__ void for_each_row(const LogpParams& p, Look look, Visit visit) {
   const u32 step = gridDim.x, num_rows = static_cast<u32>(p.num_rows);
   for (u32 base = blockIdx.x; base < num_rows; base += kWarp * step) {
     const u32 mine = base + (threadIdx.x % kWarp) * step;
     const bool exists = mine < num_rows;
     const bool active = exists && is_active(p, mine, RowIndex(mine, p.inner_rows));
-    if (exists && !active) skip(mine);
-    for (u32 left = __ballot_sync(~0u, active); left != 0; left &= left - 1)
-      visit(base + (__ffs(left) - 1) * step);
+    if (exists) look(mine, active);
+    for (u32 left = __ballot_sync(~0u, active); left != 0; left &= left - 1) {
+      const u32 lane = __ffs(left) - 1;
+      visit(base + lane * step, lane);
+    }
   }
 }
 
@@ -78,8 +80,8 @@ __device__ __forceinline__ void produce(const LogpParams& p, Ring<kStages>& ring
   const i64 row_bytes = (p.vocab_size * static_cast<i64>(sizeof(typename T::Bits))) & ~15ll;
   RingCursor<kStages> stage(ring);
   for_each_row(
-      p,
-      [&](u32 row) {
+      p, [](u32, bool) {},
+      [&](u32 row, u32) {
         const char* source = reinterpret_cast<const char*>(row_start<T>(p, RowIndex(row, p.inner_rows)));
         for (u32 tile = 0; tile < tiles; ++tile) {
           const i64 begin = static_cast<i64>(tile) * kTileBytes<T>;
@@ -93,8 +95,7 @@ __device__ __forceinline__ void produce(const LogpParams& p, Ring<kStages>& ring
           }
           stage.advance();
         }
-      },
-      [](u32) {});
+      });
 }
 
 template <class T, bool kEntropy>
@@ -140,8 +141,8 @@ __device__ __forceinline__ void consume(const LogpParams& p, TmaShared<typename 
   RingCursor<kStages> stage(shared.tiles);
   RingCursor<kLeafSets> set(shared.rows);
   for_each_row(
-      p,
-      [&](u32 row) {
+      p, [](u32, bool) {},
+      [&](u32 row, u32) {
         const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, RowIndex(row, p.inner_rows)));
         set.wait_empty();
         for (u32 s = 0; s < seg.segments; ++s) {
@@ -152,8 +153,7 @@ __device__ __forceinline__ void consume(const LogpParams& p, TmaShared<typename 
         }
         set.arrive(shared.rows.full);
         set.advance();
-      },
-      [](u32) {});
+      });
 }
 
 template <class T>
@@ -161,20 +161,27 @@ __device__ __forceinline__ void finish(const LogpParams& p, TmaShared<typename T
   using Acc = typename T::Acc;
   const Segmentation seg(p.vocab_size, kTileColumns<T>);
   RingCursor<kLeafSets> set(shared.rows);
+  // With one id a row, the logits at the ids of 32 rows at once: of short rows, one after the other would be late.
+  const bool ahead = p.num_ids == 1;
+  TargetLogit<T> mine;
   for_each_row(
       p,
-      [&](u32 row) {
+      [&](u32 row, bool active) {
+        if (!active) write_skipped_row<Acc>(p, row);
+        else if (ahead) mine.logit = mine.fetch(p, RowIndex(row, p.inner_rows), 0);
+      },
+      [&](u32 row, u32 lane) {
         const RowIndex at(row, p.inner_rows);
         const Acc inv_t = inverse_temperature<Acc>(p, at);
         TargetLogit<T> target;
-        target.prefetch(p, at);
+        if (ahead) target.logit = __shfl_sync(~0u, mine.logit, lane);
+        else target.prefetch(p, at);
         set.wait_full();
         const auto state = merge_leaves(p, shared.leaves[set.at], seg, Math<Acc>::scale(inv_t));
         set.arrive(shared.rows.empty);
         set.advance();
         write_row<T>(p, row, at, state, target, inv_t);
-      },
-      [&](u32 row) { write_skipped_row<Acc>(p, row); });
+      });
 }
 
 template <class T>

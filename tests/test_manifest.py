@@ -73,7 +73,7 @@ def test_good(folder):
     assert cubin.capability == (9, 0)
     assert manifest.read_cubin(cubin) == IMAGE
     assert [k.priority for k in manifest.kernels] == [0, 3]
-    assert manifest.kernels[0].auto_max_rows is None
+    assert manifest.kernels[0].auto is None
     assert manifest.architectures() == "sm_90"
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from support.manifests import DTYPES, SYNTHETIC, kernel
 
 from fused_logp_hub import _manifest, _selection
 from fused_logp_hub._errors import ArgumentError, NoMatchingKernelError
-from fused_logp_hub._manifest import Manifest
+from fused_logp_hub._manifest import Manifest, Range
 from fused_logp_hub._selection import Facts, select, select_or_raise
 
 # Every capability that CUDA 12.9 and 13.0 know from Volta on, and one that does not exist yet.
@@ -68,7 +69,7 @@ def test_s1_every_capability(manifest, capability, op):
                     assert runs_there(chosen.cubin.arch, capability), chosen
                     assert chosen.kernel.dtype in (at.dtype, "any")
                     assert alignment % chosen.kernel.alignment == 0
-                    assert chosen.kernel.auto_max_rows != 0
+                    assert chosen.kernel.auto != ()
                     continue
                 with pytest.raises(NoMatchingKernelError) as error:
                     select_or_raise(manifest, op, "auto", at)
@@ -155,6 +156,30 @@ def test_two_pass_is_not_taken_unasked():
     assert reasons == {"runs only when asked for by name"}
 
 
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "name"),
+    [
+        (0, 256, "tma"), (8, 256512, "tma"), (9, 256512, "online"), (99, 256, "online"), (100, 256, "tma"),
+        (100, 257, "online"), (2**31 - 1, 1, "tma"),
+    ],
+)  # fmt: skip
+def test_ranges_in_which_a_kernel_is_taken_unasked(rows, row_bytes, name):
+    """Either range will do, limits included; asked for by name, the kernel runs outside of both."""
+    auto = (Range(max_rows=8), Range(min_rows=100, max_row_bytes=256))
+    tma, online = kernel(0, "tma", "generic", "bfloat16", auto=auto), kernel(1, "online", "generic", "bfloat16")
+    manifest = replace(SYNTHETIC, kernels=(tma, online))
+    at = facts((9, 0), rows=rows, row_bytes=row_bytes)
+    chosen = select_or_raise(manifest, "logp_forward", "auto", at)
+    assert chosen.kernel.name == name
+    assert select_or_raise(manifest, "logp_forward", "tma", at).kernel is tma
+    if name == "online":
+        reason = select(manifest, "logp_forward", "auto", at).verdicts[0].reason
+        assert reason == "is taken by itself for 0 to 8 rows or at least 100 rows of at most 256 bytes"
+    # the choice changes at the thresholds only
+    (first, second), sizes = manifest.thresholds("logp_forward")
+    assert (first, second, sizes) == (8, 99, [256])
+
+
 def test_unknown_name_fits_nothing():
     with pytest.raises(NoMatchingKernelError, match=r"'three_pass' was asked for"):
         select_or_raise(SYNTHETIC, "logp_forward", "three_pass", facts())
@@ -182,15 +207,15 @@ def test_grid(more, rows, blocks):
 
 @pytest.mark.parametrize("rows", [1, 5, 263, 264, 265, 1055, 1056, 4096, 2**31 - 1])
 def test_grid_of_persistent_blocks(rows):
-    """Below four waves of two for each of 132 multiprocessors one wave of equal blocks, else four and more."""
+    """Below four waves of two for each of 132 multiprocessors, or of short rows, one wave of equal blocks."""
     k = kernel(0, "k", "generic", "bfloat16", blocks_per_row=None, blocks_per_multiprocessor=2)
-    blocks, _ = k.grid(rows, 256512, 132)
-    assert 1 <= blocks <= rows
-    if rows < 4 * 264:
-        assert blocks <= 264
-        assert -(-rows // blocks) == -(-rows // 264)
-    else:
-        assert 4 <= blocks / 264 < 9
+    for row_bytes in (16384, 256512):
+        blocks, _ = k.grid(rows, row_bytes, 132)
+        if rows < 4 * 264 or row_bytes == 16384:
+            assert 1 <= blocks <= min(rows, 264)
+            assert -(-rows // blocks) == -(-rows // 264)
+        else:
+            assert blocks == rows
 
 
 @pytest.mark.parametrize("row_bytes", [2, 8192, 8194, 256512, 2**32 + 2])

@@ -136,7 +136,7 @@ def _choice(selection: _selection.Selection) -> Choice:
     # A kernel stands in several cubins; the one for this GPU has the reason that matters.
     for kernel, group in groupby(before, key=lambda v: v.kernel):
         is_auto = selection.requested == _selection.AUTO
-        if kernel.auto_max_rows == 0 if is_auto else kernel.name != selection.requested:
+        if kernel.auto == () if is_auto else kernel.name != selection.requested:
             continue  # was not asked for, which explains nothing
         verdicts = list(group)
         fitting = [v.reason for v in verdicts if v.cubin.mismatch(capability) is None and v.reason]

@@ -29,7 +29,7 @@ class Variant:
         return f"{self.device}-{self.kernel}" + (f"-{self.only}" if self.only else "")
 
 
-CLUSTERS = ("cluster8", "cluster4", "cluster2")
+CLUSTERS = ("cluster8x2", "cluster4x2", "cluster2x2", "cluster2x1")
 AUTO = Variant("cuda", "auto", ("online", "tma", *CLUSTERS))
 ONLINE = Variant("cuda", "online", ("online", *CLUSTERS))
 VARIANTS = [

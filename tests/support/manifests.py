@@ -45,7 +45,7 @@ SYNTHETIC = Manifest(
                 kernel(0, "online", "cluster", dtype, max_rows=128, min_row_bytes=65536, blocks_per_row=8),
                 kernel(1, "tma", "sm90_tma", dtype, alignment=16),
                 kernel(2, "online", "generic", dtype),
-                kernel(3, "two_pass", "generic", dtype, auto_max_rows=0),
+                kernel(3, "two_pass", "generic", dtype, auto=()),
                 kernel(4, "backward", "generic", dtype, op="logp_backward"),
             )
         ),
