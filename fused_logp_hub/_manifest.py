@@ -25,6 +25,8 @@ CUBIN_DIR: Traversable = files(__name__.rpartition(".")[0]) / "cubins"  # a fold
 # rows no longer than that, one would not pay for a block's start.
 MANY_WAVES = 4
 SHORT_ROW_BYTES = 32768
+# Blocks of the backward that a multiprocessor holds: kBackwardBlocks of backward.cuh.
+RESIDENT_BLOCKS = 7
 REINSTALL = "Reinstall fused-logp-hub."
 _CLOSEST_FIRST = ("exact", "family", "minor")
 
@@ -119,8 +121,8 @@ class KernelRow:
             return -(-rows // max(1, math.ceil(waves))) if at_once else rows, 0
         if self.tile_bytes is not None and self.max_tiles_per_block is not None:
             tiles = -(-row_bytes // self.tile_bytes)
-            # several tiles a block, as long as every multiprocessor gets 16 blocks
-            each = max(1, min(self.max_tiles_per_block, tiles * rows // (16 * multiprocessors)))
+            # as many tiles a block as let all blocks run at once
+            each = max(1, min(self.max_tiles_per_block, -(-tiles * rows // (RESIDENT_BLOCKS * multiprocessors))))
             return rows * -(-tiles // each), each
         assert self.items_per_block is not None  # the build checks that each row has its kind of grid
         return -(-rows // self.items_per_block), 0

@@ -17,11 +17,11 @@ _empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def allocator(like: Tensor) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+def allocator(tensor: Tensor) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
     """Makes contiguous tensors of a shape and dtype on the device of a plain tensor."""
-    if _empty_strided_cuda is not None and like.is_cuda and _current_device() == like.get_device():
+    if _empty_strided_cuda is not None and tensor.is_cuda and _current_device() == tensor.get_device():
         return _empty_cuda
-    return lambda shape, dtype: like.new_empty(shape, dtype=dtype)
+    return lambda shape, dtype: tensor.new_empty(shape, dtype=dtype)
 
 
 def empty_grad(logits: Tensor) -> Tensor:

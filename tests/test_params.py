@@ -121,9 +121,10 @@ def test_the_buffer_holds_every_struct():
     assert largest <= _params.MAX_PARAMS_BYTES <= 4096
 
 
-def test_most_ids_a_row(header):
-    """The limit that is checked in Python is the size of the kernel's shared arrays."""
-    from fused_logp_hub import _checks
+def test_limits_that_kernels_and_python_share(header):
+    """Ids a row, the size of shared arrays; the blocks of a backward that run at once."""
+    from fused_logp_hub import _checks, _manifest
 
     sources = "".join(path.read_text(encoding="utf-8") for path in sorted(HEADER.parent.glob("*.cuh")))
     assert int(re.search(r"kMaxIds = (\d+);", sources)[1]) == _checks.MAX_IDS
+    assert int(re.search(r"kBackwardBlocks = .*: (\d+);", sources)[1]) == _manifest.RESIDENT_BLOCKS

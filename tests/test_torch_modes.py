@@ -108,6 +108,20 @@ def test_a_graph_that_is_kept(device):
     assert same_bits(first, second)
 
 
+def test_saved_logits_come_back_with_other_strides(device):
+    """What a first backward looked up by strides does not serve logits that a hook has copied."""
+    x, ids = batch(device, 12)
+    g = torch.randn(12, device=device)
+    sliced = x.view(3, 4, 37)[:, :-1, :32]
+    wanted = backward64(g.view(3, 4)[:, :-1], None, sliced, ids.view(3, 4)[:, :-1])
+    for pack in (lambda t: t, lambda t: t.contiguous()):
+        leaf = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            logp = fused_logp(leaf.view(3, 4, 37)[:, :-1, :32], ids.view(3, 4)[:, :-1])
+        logp.backward(g.view(3, 4)[:, :-1])
+        assert_gradient(leaf.grad.view(3, 4, 37)[:, :-1, :32], wanted, torch.float32)
+
+
 # ---- Writing into the caller's memory is a change that autograd sees.
 
 
