@@ -1,6 +1,6 @@
 """The kernels whose distance from the limit docs/performance.md explains, each once, for a profiler.
 
-    ncu --clock-control none --kernel-name regex:logp_ python validation/profile.py
+ncu --clock-control none --kernel-name regex:logp_ python validation/profile.py
 """
 
 from __future__ import annotations
