@@ -40,7 +40,7 @@ ours="--kernel-name kernel_substring=logp_"
 record tests "python3 -P -m pytest --require-gpu -q -rs -p no:cacheprovider ${PYTEST_ARGUMENTS:-}" 30
 record memcheck "$sanitize --tool memcheck $ours python3 validation/sanitizer_cases.py" 40
 record racecheck "$sanitize --tool racecheck $ours python3 validation/sanitizer_cases.py --few" 40
-record synccheck "$sanitize --tool synccheck $ours python3 validation/sanitizer_cases.py --few" 40
+record synccheck "$sanitize --tool synccheck --num-cuda-barriers 65536 $ours python3 validation/sanitizer_cases.py --few" 40
 record initcheck "$sanitize --tool initcheck python3 validation/sanitizer_cases.py --few" 40
 ! wanted selftest || python3 -P -m fused_logp_hub doctor --selftest --json > "$prefix.selftest.json"
 record doctor "python3 -P -m fused_logp_hub doctor" 60
@@ -53,7 +53,7 @@ stall=smsp__average_warps_issue_stalled
 metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
 metrics+=,smsp__issue_active.avg.pct_of_peak_sustained_active,smsp__inst_executed.sum,l1tex__t_sector_hit_rate.pct
 for reason in long_scoreboard barrier not_selected wait; do metrics+=,${stall}_${reason}_per_issue_active.ratio; done
-record ncu "ncu --clock-control none --kernel-name regex:logp_ --metrics $metrics python3 validation/profile.py" 150
+record ncu "ncu --clock-control none --kernel-name regex:logp_ --metrics $metrics python3 validation/profile.py" 170
 record memory "python3 -P validation/peak_memory.py" 10
 record entropy "python3 -P validation/entropy_cost.py" 10
 # Where there are two GPUs.
