@@ -28,6 +28,7 @@ _KERNEL_KEYS = {
     "dtypes": list,
     "threads": int,
 }
+_RANGE_KEYS = ("min_rows", "max_rows", "max_row_bytes")
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,12 @@ def _expand(row: dict[str, Any], priority: int, suffixes: dict[str, str]) -> lis
             raise TableError(
                 f"kernels[{priority}].{key}: expected {kind.__name__}, got {row.get(key)!r}. Correct the row."
             )
+    auto = row.get("auto", [])
+    if not isinstance(auto, list) or not all(map(_is_range, auto)):
+        raise TableError(
+            f"kernels[{priority}].auto: expected tables of integers for {', '.join(_RANGE_KEYS)}, got {auto!r}. "
+            "Correct the row."
+        )
     for key in ("dtype", "priority"):
         if key in row:
             raise TableError(f"kernels[{priority}].{key}: expected absent, got {row[key]!r}. The build sets it.")
@@ -180,6 +187,10 @@ def _expand(row: dict[str, Any], priority: int, suffixes: dict[str, str]) -> lis
         manifest_row = {**kept, "symbol": symbol, "dtype": dtype, "priority": priority}
         kernels.append(Kernel(symbol, row["module"], row["threads"], manifest_row))
     return kernels
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, dict) and all(k in _RANGE_KEYS and type(v) is int for k, v in value.items())
 
 
 def _check(table: KernelTable) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 from torch.autograd.graph import increment_version
 
 from fused_logp_hub import _checks, _library, _memory, _ops, _outputs
@@ -81,7 +82,9 @@ def compute(
     if inplace_backward:
         _outputs.overwritable(logits)
     more = return_lse or return_entropy
-    results = _ops.apply(logits, (problem, kernel, out_dtype, more, return_entropy, inplace_backward, run))
+    results = _ops.apply(
+        unwrap_if_dead(logits), (problem, kernel, out_dtype, more, return_entropy, inplace_backward, run)
+    )
     return results if more else (results, None, None)
 
 
@@ -98,7 +101,7 @@ def result(
         if isinstance(temperature, Tensor):
             row_max = row_max * temperature.to(row_max.dtype).reciprocal()
         elif temperature != 1.0:
-            row_max = row_max * (1.0 / temperature)
+            row_max = row_max * (1.0 / float(temperature))
     return LogpResult(logp, entropy if return_entropy else None, row_max, log_sum)
 
 
@@ -126,7 +129,7 @@ def backward(
         entropy = _checks.statistic("entropy", entropy, logits)
         _checks.leading_tensor("grad_entropy", grad_entropy, logits, _checks.FLOAT_DTYPES)
     if grad_logits is None:
-        grad_logits = _memory.empty_grad(logits)
+        grad_logits = (_memory.empty_grad if is_plain(logits) else _memory.like)(logits)
     else:
         _outputs.grad_logits(grad_logits, logits)
         increment_version(grad_logits)

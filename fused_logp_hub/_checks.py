@@ -35,13 +35,16 @@ def make_problem(
     on_invalid: str,
     shard: Shard | None = None,
 ) -> Problem:
-    """The checked problem; row_mask is [...] bool. What passed once is known by its shapes, dtypes and devices."""
+    """The checked problem; row_mask is [...] bool. What passed once is known by its shapes, dtypes and devices.
+
+    The key holds plain numbers only: other types are equal to them, but do not compute as they do.
+    """
     tensor("logits", logits)
     tensor("token_ids", token_ids)
     _not_transformed(logits)
     number, rows = split_temperature(temperature, logits)
     if ignore_index is not None and (type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63):
-        _index("ignore_index", ignore_index)
+        ignore_index = _index("ignore_index", ignore_index)
     if on_invalid not in ON_INVALID:
         raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
     if row_mask is not None:
@@ -50,10 +53,12 @@ def make_problem(
         logits.dtype, logits.shape, logits.device, token_ids.dtype, token_ids.shape, token_ids.device,
         number, ignore_index, on_invalid, shard,
     )  # fmt: skip
-    spec = _specs.get(key)
+    traced = torch.compiler.is_dynamo_compiling()  # a dict of sizes would have each of them compiled anew
+    spec = None if traced else _specs.get(key)
     if spec is None:
         spec = _spec(logits, token_ids, number, ignore_index, on_invalid == "nan", shard)
-        remember(_specs, key, spec)
+        if not traced:
+            remember(_specs, key, spec)
     problem = Problem(logits, token_ids, row_mask, rows, spec)
     if on_invalid == "raise":
         _raise_on_invalid(problem)
@@ -110,13 +115,13 @@ def split_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[floa
     """The temperature that holds for all rows, or 1 and that of each row [...]."""
     if isinstance(temperature, Tensor):
         return 1.0, _temperature_rows(temperature, logits)
-    if temperature != 1.0:
-        _number("temperature", temperature)
-        if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:  # NaN fails too
-            raise ArgumentError(
-                f"temperature: expected a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}. "
-                "Use greedy decoding's own code for a temperature of 0."
-            )
+    if type(temperature) is not float:  # of NumPy's float16, 1 / T would be one too
+        temperature = _number("temperature", temperature)
+    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:  # NaN fails too
+        raise ArgumentError(
+            f"temperature: expected a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}. "
+            "Use greedy decoding's own code for a temperature of 0."
+        )
     return temperature, None
 
 
@@ -191,12 +196,16 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
-def _number(name: str, value: object) -> None:
+def _number(name: str, value: object) -> float:
     if not isinstance(value, Real):
         raise ArgumentTypeError(f"{name}: expected a number, got {type(value).__name__}. Pass a float.")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
-def _index(name: str, value: Any) -> None:
+def _index(name: str, value: Any) -> int:
     """What make_problem's quick test did not let through: NumPy's integers are fine, the rest is not."""
     try:
         number = operator.index(value)
@@ -205,6 +214,7 @@ def _index(name: str, value: Any) -> None:
         raise ArgumentTypeError(f"{name}: expected an int or None, got {kind}. Pass an int.") from None
     if not -(2**63) <= number < 2**63:
         raise ArgumentError(f"{name}: expected a 64-bit integer, got {number}. Use one that ids can hold.")
+    return number
 
 
 def _flat_mask(mask: Tensor, logits: Tensor) -> Tensor:

@@ -147,7 +147,8 @@ def backward(
     logits, ids, mask, rows, spec = problem
     address = logits.data_ptr()
     key = (
-        spec, address & 15, logits.shape, logits.stride(), ids.stride(), rows is not None and rows.stride(),
+        spec, logits.dtype, ids.dtype, logits.get_device(),  # a saved-tensor hook may have changed what spec is of
+        address & 15, logits.shape, logits.stride(), ids.stride(), rows is not None and rows.stride(),
         grad_logits.stride(), grad_logp.dtype, grad_logp.stride(),
         grad_entropy is not None and (grad_entropy.dtype, grad_entropy.stride()), raw,
     )  # fmt: skip

@@ -184,7 +184,8 @@ class LogpFunction(torch.autograd.Function):
         return grad, None
 
 
-# Past Function.apply, which in Python looks for transforms of torch.func; _checks has refused those.
+# Past Function.apply, which looks for transforms of torch.func, refused by _checks, and in every argument for tensors
+# that outlived one; here only the first can be such.
 apply: Callable[..., Any] = super(torch.autograd.Function, LogpFunction).apply
 
 

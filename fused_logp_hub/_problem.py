@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+CACHE_ENTRIES = 4096
+
 
 class Shard(NamedTuple):
     """Where a shard's columns lie in the vocabulary that the token ids are of."""
@@ -83,8 +85,8 @@ class Problem(NamedTuple):
 
 
 def remember(cache: dict[Any, Any], key: object, value: object) -> None:
-    """Put it into a cache that starts anew when it holds as many entries as no steady state needs."""
-    if len(cache) >= 4096:
+    """Put it into a cache, which starts anew when it holds more than any steady state needs."""
+    if len(cache) >= CACHE_ENTRIES:
         cache.clear()
     cache[key] = value
 

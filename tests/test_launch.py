@@ -162,3 +162,17 @@ def test_padding_of_a_shard_has_no_blocks(launched):
     _ops.run_backward(problem, "auto", statistics, None, torch.ones(3), None)
     grid, fields = launched[-1]
     assert (grid, fields["vocab_size"]) == (3, 2048)
+
+
+def test_tensors_that_a_hook_has_changed(launched):
+    """A saved-tensor hook may give the backward ids or logits of another dtype than the forward had."""
+    x, ids = torch.randn(4, 40), torch.zeros(4, dtype=torch.int64)
+    problem = _checks.make_problem(x, ids, None, 1.0, None, "zero")
+    _, statistics, _ = _ops.run_forward(problem, "auto", torch.float32, True, False)
+    entries = len(_launch._launches)
+    for changed in (problem, problem._replace(token_ids=ids.int()), problem._replace(logits=x.bfloat16())):
+        for _ in range(2):
+            _ops.run_backward(changed, "auto", statistics, None, torch.ones(4), None)
+            assert launched[-1][1]["token_id_bytes"] == changed.token_ids.element_size()
+        entries += 1
+        assert len(_launch._launches) == entries

@@ -99,6 +99,16 @@ def test_saved_tensors_on_the_cpu(device):
         assert torch.equal(ours, plain)
 
 
+def test_logits_that_outlived_a_transform():
+    """A tensor that leaked out of torch.func.vjp still leads to what it was computed from."""
+    x, ids = batch("cpu")
+    weight, kept = torch.zeros(37, requires_grad=True), []
+    torch.func.vjp(lambda t: kept.append(t * 2 + weight) or t.sum(), x)
+    fused_logp(kept[0], ids).sum().backward()
+    expected = backward64(torch.ones(6), None, 2 * x, ids).grad.sum(0)
+    torch.testing.assert_close(weight.grad.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_graph_that_is_kept(device):
     """Twice through the same graph: the same bits."""
     x, ids = batch(device)

@@ -18,8 +18,12 @@ from fused_logp_hub import NoMatchingKernelError, fused_logp
 from fused_logp_hub.distributed import shard_backward, shard_statistics
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# one vector and less, a ragged tile, several tiles and segments, odd lengths at every alignment; clusters of 8 and 4
-SHAPES = ((3, 1), (5, 7), (9, 1000), (70, 1027), (3, 8192), (2, 20011), (2, 60001), (48, 25000))
+# One vector and less, a ragged tile, several tiles and segments, odd lengths at every alignment. With "online", rows of
+# 48 and 96 KiB are taken by each of the clusters: 8 blocks up to 40 rows, 4 up to 80, 2 up to 192 and up to 384.
+SHAPES = (
+    (3, 1), (5, 7), (9, 1000), (70, 1027), (3, 8192), (2, 20011), (2, 60001), (48, 50000), (90, 25000), (200, 25000),
+)  # fmt: skip
+FEW_SHAPES = ((5, 7), (3, 8192), (3, 20011), (3, 60001), (48, 50000), (90, 25000), (200, 25000))
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 
 
@@ -93,14 +97,15 @@ def main(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int], ...]) -
         fused_logp_hub.fused_logp_backward_out(grad, logits, ids, r.row_max, r.log_sum, grad_logits=logits)
         assert torch.equal(logits, expected)
         runs += 1
-    many = torch.randn(600, 264, device="cuda")  # more rows than persistent blocks take at once
-    runs += check(many, torch.randint(264, (600,), device="cuda"), "tma")
+    # several rows for each persistent block, of which an H200 runs 792 at once; more than the 32 it looks ahead
+    many = torch.randn(30000, 264, device="cuda")
+    runs += check(many, torch.randint(264, (30000,), device="cuda"), "tma")
     torch.cuda.synchronize()
     print(f"{runs} forward and backward runs agree with the reference")
 
 
 if __name__ == "__main__":
     if "--few" in sys.argv:  # for the tools that slow everything down
-        main(DTYPES[:1], ((5, 7), (3, 8192), (3, 20011), (3, 60001), (48, 25000)))
+        main(DTYPES[:1], FEW_SHAPES)
     else:
         main(DTYPES, SHAPES)
