@@ -202,6 +202,21 @@ LARGE = [
 ]
 
 
+def test_more_rows_a_block_than_it_looks_ahead(ran):
+    """30000 short rows, some ignored: a persistent block of the bulk copy looks at its rows 32 at a time."""
+    torch.manual_seed(0)
+    x = torch.randn(30000, 264, device="cuda").bfloat16()
+    if not tma_fits(x, copied=False):
+        pytest.skip("the bulk copy needs compute capability 9.0")
+    ids = torch.randint(264, (30000,), device="cuda")
+    ids[::7] = -100
+    ids[20000:21000] = -100  # no row of a look left
+    g = torch.randn(30000, device="cuda")
+    tma = Bits(x, ids, g, g, "tma")
+    assert_ran(ran, KERNELS["tma"], x.dtype, forwards=1, backwards=1)
+    tma.assert_same(slice(None), Bits(x, ids, g, g, "online"), slice(None), "between kernels")
+
+
 @pytest.fixture(scope="module")
 def large():
     """One tensor at a time, kept between the kernels."""
