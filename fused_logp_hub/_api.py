@@ -9,7 +9,6 @@ from torch.autograd.graph import increment_version
 from fused_logp_hub import _call, _checks, _library, _ops, _outputs, _selection
 from fused_logp_hub._call import LogpResult as LogpResult
 from fused_logp_hub._errors import ArgumentError
-from fused_logp_hub._problem import accumulation_dtype
 
 
 def fused_logp(
@@ -135,7 +134,7 @@ def fused_logp_out(
     _checks.no_autograd("logits", logits)
     tail = token_ids.shape[logits.dim() - 1 :]
     _outputs.output("out", out, logits, _checks.FLOAT_DTYPES, tail)
-    statistic = (accumulation_dtype(logits.dtype),)
+    statistic = (problem.spec.dtype,)
     written = [out]
     for name, tensor in (("row_max", row_max), ("log_sum", log_sum), ("entropy", entropy)):
         if tensor is not None:

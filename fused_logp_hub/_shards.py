@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from fused_logp_hub import _ops
-from fused_logp_hub._problem import Problem, accumulation_dtype
+from fused_logp_hub._problem import Problem
 
 INF = float("inf")
 
 
 def statistics(problem: Problem, kernel: str, want_entropy: bool) -> Tensor:
     """The packed statistics of the problem's shard, in one pass over it."""
-    logits, num_ids = problem.logits, problem.spec.num_ids
-    shape = (2 + num_ids + want_entropy, *logits.shape[:-1])
-    packed = torch.empty(shape, dtype=accumulation_dtype(logits.dtype), device=logits.device)
-    if problem.spec.vocab_size == 0:
+    spec, num_ids = problem.spec, problem.spec.num_ids
+    shape = (2 + num_ids + want_entropy, *spec.leading)
+    packed = torch.empty(shape, dtype=spec.dtype, device=problem.logits.device)
+    if spec.vocab_size == 0:
         return packed.fill_(-INF)
     targets = packed[2 : 2 + num_ids]
     # the kernels write the ids of a row side by side

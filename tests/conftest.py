@@ -105,6 +105,8 @@ def only_kernel(monkeypatch):
     """Call it with a symbol's middle part: the selector then knows that forward alone, for rows of any size."""
     from dataclasses import replace
 
+    from support.kernels import forget_launches
+
     from fused_logp_hub import _launch, _manifest
 
     def keep(part):
@@ -117,8 +119,7 @@ def only_kernel(monkeypatch):
         assert {k.op for k in kept} == {k.op for k in shipped.kernels}
         reduced = replace(shipped, kernels=kept)
         monkeypatch.setattr(_manifest, "shipped", lambda: reduced)
-        monkeypatch.setattr(_launch, "_plans", {})
-        monkeypatch.setattr(_launch, "_launches", {})
+        forget_launches(monkeypatch)
         monkeypatch.setattr(_launch, "_thresholds", reduced.thresholds)
 
     return keep

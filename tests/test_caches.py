@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.reference64 import assert_values, forward64, same_bits
 
-from fused_logp_hub import ArgumentTypeError, _checks, fused_logp
+from fused_logp_hub import ArgumentTypeError, _checks, _problem, fused_logp
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +18,9 @@ def empty(monkeypatch):
     monkeypatch.setattr(_checks, "_specs", {})
 
 
-def batch(dtype=torch.float64):
+def batch():
     torch.manual_seed(0)
-    return torch.randn(4, 50, dtype=torch.float64).mul_(3).to(dtype), torch.randint(50, (4,))
+    return torch.randn(4, 50, dtype=torch.float64).mul_(3), torch.randint(50, (4,))
 
 
 @pytest.mark.parametrize("first", [np.float16(0.7), np.float32(np.float16(0.7)), Fraction(1434, 2048)], ids=repr)
@@ -81,9 +81,7 @@ def test_calls_are_told_apart():
     assert len(_checks._specs) == 1 + len(variants) + 5
 
 
-def test_no_more_entries_than_are_of_use(monkeypatch):
-    from fused_logp_hub import _problem
-
+def test_no_more_entries_than_are_of_use():
     cache = {}
     for i in range(3 * _problem.CACHE_ENTRIES):
         _problem.remember(cache, i, i)

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from support.kernels import AUTO, assert_ran
+from support.kernels import AUTO, assert_ran, forget_launches
 from support.process import run_python
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
 
@@ -498,8 +498,7 @@ def test_auto_never_takes_the_reference(ran, monkeypatch):
 
     x, ids = batch(8, 1000)
     facts = _launch.facts_of
-    monkeypatch.setattr(_launch, "_plans", {})
-    monkeypatch.setattr(_launch, "_launches", {})
+    forget_launches(monkeypatch)
     monkeypatch.setattr(_launch, "facts_of", lambda *a, **k: replace(facts(*a, **k), capability=(7, 5)))
     with pytest.raises(fused_logp_hub.NoMatchingKernelError, match=r"capability 7.5") as error:
         fused_logp(x, ids)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.kernels import forget_launches
 from support.reference64 import assert_gradient, backward64, forward64
 
 from fused_logp_hub import _launch, _manifest, fused_logp
@@ -53,8 +54,7 @@ def only_sm80_source(ptx, monkeypatch):
     kernels = tuple(k for k in shipped.kernels if k.module == "generic")
     reduced = replace(shipped, directory=ptx.parent, cubins=(code,), kernels=kernels)
     monkeypatch.setattr(_manifest, "shipped", lambda: reduced)
-    monkeypatch.setattr(_launch, "_plans", {})
-    monkeypatch.setattr(_launch, "_launches", {})
+    forget_launches(monkeypatch)
     monkeypatch.setattr(_launch, "_thresholds", lambda op: ([], []))
 
 

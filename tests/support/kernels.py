@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_logp_hub import _launch
+
 SUFFIX = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 
 
@@ -40,6 +42,12 @@ VARIANTS = [
     Variant("cuda", "two_pass", ("two_pass",)),
     Variant("cuda", "tma", ("tma",)),
 ]
+
+
+def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends, nothing that was selected or prepared before is used again."""
+    monkeypatch.setattr(_launch, "_plans", {})
+    monkeypatch.setattr(_launch, "_launches", {})
 
 
 def tma_fits(logits: Tensor, copied: bool) -> bool:
