@@ -20,9 +20,15 @@ constexpr u32 kBackwardTileVectors = kBackwardThreads * kBackwardVectors;
 constexpr int kMaxIds = 1024;        // ids a row may have; checked by the caller
 template <class T>
 constexpr u32 kBackwardColumns = kBackwardThreads * kBackwardVectors * T::kVec;
-// Resident blocks a multiprocessor that the register budget is set for.
+// Resident blocks a multiprocessor that the register budget is set for. float64 needs more registers, and on all
+// architectures but 9.0 the compiler does for float32.
+#if __CUDA_ARCH__ == 900
+constexpr int kBackwardBlocksF32 = 7;
+#else
+constexpr int kBackwardBlocksF32 = 6;
+#endif
 template <class T>
-constexpr int kBackwardBlocks = sizeof(typename T::Bits) == 8 ? 4 : 7;
+constexpr int kBackwardBlocks = sizeof(typename T::Bits) == 8 ? 4 : sizeof(typename T::Bits) == 4 ? kBackwardBlocksF32 : 7;
 
 template <class T>
 struct RowGradient {
@@ -92,7 +98,9 @@ __device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 
   return g;
 }
 
-// The gradients at the row's ids, by index of the id: computed before the block's first store, written
+constexpr u32 kNoTarget = ~0u;
+
+// The gradients at the ids of a row with several, by index of the id: computed before the block's first store, written
 // over the softmax's share after its last. The first of equal ids carries the sum of all of them.
 template <class T>
 struct TargetGradients {
@@ -172,7 +180,8 @@ __device__ __forceinline__ void load_vectors(const RowReader<T>& reader, const R
 
 template <class T, bool kEntropy>
 __device__ __forceinline__ void write_vectors(Vec16 (&v)[kBackwardVectors], typename T::Bits* out,
-                                              const RowDivision& d, u32 first, const RowGradient<T>& g) {
+                                              const RowDivision& d, u32 first, const RowGradient<T>& g,
+                                              u32 target) {
   using Acc = typename T::Acc;
 #pragma unroll
   for (int j = 0; j < kBackwardVectors; ++j) {
@@ -182,6 +191,10 @@ __device__ __forceinline__ void write_vectors(Vec16 (&v)[kBackwardVectors], type
     T::unpack(v[j], x);
 #pragma unroll
     for (int i = 0; i < T::kVec; ++i) x[i] = g.template at<kEntropy>(x[i]);
+    if (at == target / T::kVec) {
+#pragma unroll
+      for (int i = 0; i < T::kVec; ++i) x[i] -= i == target % T::kVec ? g.weight : Acc(0);
+    }
     *reinterpret_cast<Vec16*>(out + d.head + at * T::kVec) = T::pack(x);
   }
 }
@@ -190,7 +203,8 @@ __device__ __forceinline__ void write_vectors(Vec16 (&v)[kBackwardVectors], type
 // each next one while its predecessor is written.
 template <class T, bool kEntropy, bool kAligned, class BeforeStores>
 __device__ __forceinline__ void write_tiles(const RowReader<T>& reader, typename T::Bits* out, const RowDivision& d,
-                                            u32 first, u32 last, const RowGradient<T>& g, BeforeStores before_stores) {
+                                            u32 first, u32 last, const RowGradient<T>& g, u32 target,
+                                            BeforeStores before_stores) {
   if constexpr (kAligned && sizeof(typename T::Bits) < 8) {
     Vec16 next[kBackwardVectors];
     load_vectors<T, kAligned>(reader, d, first, next);
@@ -201,7 +215,7 @@ __device__ __forceinline__ void write_tiles(const RowReader<T>& reader, typename
 #pragma unroll
       for (int j = 0; j < kBackwardVectors; ++j) v[j] = next[j];
       if (at + kBackwardTileVectors < last) load_vectors<T, kAligned>(reader, d, at + kBackwardTileVectors, next);
-      write_vectors<T, kEntropy>(v, out, d, at, g);
+      write_vectors<T, kEntropy>(v, out, d, at, g, target);
     }
   } else {
     before_stores();
@@ -209,7 +223,7 @@ __device__ __forceinline__ void write_tiles(const RowReader<T>& reader, typename
     for (u32 at = first; at < last; at += kBackwardTileVectors) {
       Vec16 v[kBackwardVectors];
       load_vectors<T, kAligned>(reader, d, at, v);
-      write_vectors<T, kEntropy>(v, out, d, at, g);
+      write_vectors<T, kEntropy>(v, out, d, at, g, target);
     }
   }
 }
@@ -230,11 +244,12 @@ __device__ __forceinline__ void backward_tiles(const LogpParams& p, const RowInd
     const u32 vector = (c - d.head) / T::kVec;
     return body ? vector >= first && vector < last : ragged;
   };
-  // One id is known to every thread; several are looked at by a thread each, who then tell each other.
-  const bool may_have_target = p.num_ids > 1 || (is_valid(p, g.first_id) && mine(static_cast<u32>(g.first_id)));
+  // One id is known to every thread, and is the business of the one that has its column; several are looked at by
+  // a thread each, who then tell each other.
+  const u32 target = p.num_ids == 1 && is_valid(p, g.first_id) ? static_cast<u32>(g.first_id) - d.head : kNoTarget;
   bool any_target = false;
   const auto prepare_targets = [&] {
-    any_target = may_have_target && targets.template prepare<kEntropy>(p, at, mine, logits, g);
+    if (p.num_ids > 1) any_target = targets.template prepare<kEntropy>(p, at, mine, logits, g);
   };
 
   const RowReader<T> reader(logits, p.vocab_size, d.head);
@@ -243,13 +258,16 @@ __device__ __forceinline__ void backward_tiles(const LogpParams& p, const RowInd
     for (u32 i = first + threadIdx.x; i < last; i += kBackwardThreads)
       *reinterpret_cast<Vec16*>(out + d.head + i * T::kVec) = Vec16{};
   } else if (reader.shift == 0) {
-    write_tiles<T, kEntropy, true>(reader, out, d, first, last, g, prepare_targets);
+    write_tiles<T, kEntropy, true>(reader, out, d, first, last, g, target, prepare_targets);
   } else {
-    write_tiles<T, kEntropy, false>(reader, out, d, first, last, g, prepare_targets);
+    write_tiles<T, kEntropy, false>(reader, out, d, first, last, g, target, prepare_targets);
   }
   if (ragged && threadIdx.x < d.ragged()) {
     const u32 c = d.ragged_column(threadIdx.x);
-    out[c] = g.reads_logits() ? T::from_acc(g.template at<kEntropy>(T::to_acc(logits[c]))) : Bits(0);
+    typename T::Acc x = 0;
+    if (g.reads_logits()) x = g.template at<kEntropy>(T::to_acc(logits[c]));
+    if (c - d.head == target) x -= g.weight;
+    out[c] = T::from_acc(x);
   }
   if (!any_target) return;
   __syncthreads();

@@ -146,7 +146,7 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   if (!writer) return;
   if (threadIdx.x == 0)
     mbarrier_expect_tx(&leaves_arrived, seg.segments * kGroupWarps * Leaves<Acc>::kLeafBytes);
-  mbarrier_wait(&leaves_arrived, 0);
+  mbarrier_wait_cluster(&leaves_arrived, 0);
   write_row<T>(p, row, at, merge_leaves(p, leaves, seg, scale), target, inv_t);
 }
 #endif

@@ -77,6 +77,19 @@ __device__ __forceinline__ void mbarrier_wait(u64* bar, u32 parity) {
       : "memory");
 }
 
+// As mbarrier_wait, where other blocks of the cluster wrote what is waited for.
+__device__ __forceinline__ void mbarrier_wait_cluster(u64* bar, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(bar)),
+      "r"(parity)
+      : "memory");
+}
+
 // Global to shared; address and size are multiples of 16 bytes.
 __device__ __forceinline__ void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar) {
   asm volatile(
