@@ -35,7 +35,7 @@ from fused_logp_hub import _driver, _launch, _manifest  # noqa: E402
 
 OP = "logp_forward"
 ROWS = (1, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 1024, 2048, 4096, 8192, 16384)
-VOCAB = (4096, 8192, 16384, 32000, 50257, 128256, 151936, 262144)
+VOCAB = (1024, 2048, 4096, 8192, 16384, 32000, 50257, 128256, 151936, 262144)
 FEW_VOCAB = (32000, 128256)
 # dtype, alignment of the first row in bytes, vocabularies
 GRID = (("bfloat16", 16, VOCAB), ("bfloat16", 2, FEW_VOCAB), ("float32", 16, FEW_VOCAB))

@@ -28,7 +28,7 @@ _KERNEL_KEYS = {
     "dtypes": list,
     "threads": int,
 }
-_RANGE_KEYS = ("min_rows", "max_rows", "max_row_bytes")
+_RANGE_KEYS = ("min_rows", "max_rows", "min_row_bytes", "max_row_bytes")
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,13 @@ def _expand(row: dict[str, Any], priority: int, suffixes: dict[str, str]) -> lis
             raise TableError(
                 f"kernels[{priority}].{key}: expected {kind.__name__}, got {row.get(key)!r}. Correct the row."
             )
-    auto = row.get("auto", [])
-    if not isinstance(auto, list) or not all(map(_is_range, auto)):
-        raise TableError(
-            f"kernels[{priority}].auto: expected tables of integers for {', '.join(_RANGE_KEYS)}, got {auto!r}. "
-            "Correct the row."
-        )
+    for key in ("meant_for", "auto"):
+        ranges = row.get(key, [])
+        if not isinstance(ranges, list) or not all(map(_is_range, ranges)):
+            raise TableError(
+                f"kernels[{priority}].{key}: expected tables of integers for {', '.join(_RANGE_KEYS)}, got {ranges!r}. "
+                "Correct the row."
+            )
     for key in ("dtype", "priority"):
         if key in row:
             raise TableError(f"kernels[{priority}].{key}: expected absent, got {row[key]!r}. The build sets it.")

@@ -74,18 +74,28 @@ class Range:
 
     min_rows: int = 0
     max_rows: int | None = None
+    min_row_bytes: int = 0
     max_row_bytes: int | None = None
 
     def holds(self, rows: int, row_bytes: int) -> bool:
         return (
             rows >= self.min_rows
             and (self.max_rows is None or rows <= self.max_rows)
+            and row_bytes >= self.min_row_bytes
             and (self.max_row_bytes is None or row_bytes <= self.max_row_bytes)
         )
 
     def __str__(self) -> str:
-        rows = f"at least {self.min_rows} rows" if self.max_rows is None else f"{self.min_rows} to {self.max_rows} rows"
-        return rows if self.max_row_bytes is None else f"{rows} of at most {self.max_row_bytes} bytes"
+        rows = _between(self.min_rows, self.max_rows) or "any number of"
+        size = _between(self.min_row_bytes, self.max_row_bytes)
+        return f"{rows} rows" + (f" of {size} bytes" if size else "")
+
+
+def _between(low: int, high: int | None) -> str:
+    """Words for the limits that there are."""
+    if high is None:
+        return f"at least {low}" if low else ""
+    return f"{low} to {high}" if low else f"at most {high}"
 
 
 @dataclass(frozen=True)
@@ -101,9 +111,8 @@ class KernelRow:
     threads: int
     shared_memory: int
     priority: int
+    meant_for: tuple[Range, ...] | None = None
     auto: tuple[Range, ...] | None = None
-    max_rows: int | None = None
-    min_row_bytes: int = 0
     blocks_per_row: int | None = None
     blocks_per_multiprocessor: int | None = None
     tile_bytes: int | None = None
@@ -144,10 +153,9 @@ class Manifest:
 
     def thresholds(self, op: str) -> tuple[list[int], list[int]]:
         """Where selection for an op can change: the last numbers of rows, and the last row sizes, ascending."""
-        kernels = [k for k in self.kernels if k.op == op]
-        ranges = [r for k in kernels for r in k.auto or ()]
-        rows = {k.max_rows for k in kernels} | {r.max_rows for r in ranges} | {r.min_rows - 1 for r in ranges}
-        row_bytes = {k.min_row_bytes - 1 for k in kernels} | {r.max_row_bytes for r in ranges}
+        ranges = [r for k in self.kernels if k.op == op for r in (*(k.meant_for or ()), *(k.auto or ()))]
+        rows = {r.max_rows for r in ranges} | {r.min_rows - 1 for r in ranges}
+        row_bytes = {r.max_row_bytes for r in ranges} | {r.min_row_bytes - 1 for r in ranges}
         return sorted(n for n in rows if n and n > 0), sorted(n for n in row_bytes if n and n > 0)
 
     def cubins_of(self, module: str) -> list[Cubin]:
@@ -214,8 +222,11 @@ def _cubin(raw: dict[str, Any]) -> Cubin:
 
 
 def _kernel(raw: dict[str, Any]) -> KernelRow:
-    auto = raw.get("auto")
-    return KernelRow(**{**raw, "auto": None if auto is None else tuple(Range(**r) for r in auto)})
+    fields = dict(raw)
+    for key in ("meant_for", "auto"):
+        if key in raw:
+            fields[key] = tuple(Range(**r) for r in raw[key])
+    return KernelRow(**fields)
 
 
 def _distance(cubin: Cubin) -> tuple[int, int, int]:

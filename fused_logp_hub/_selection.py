@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 
 from fused_logp_hub._errors import ArgumentError, NoMatchingKernelError
-from fused_logp_hub._manifest import Cubin, KernelRow, Manifest
+from fused_logp_hub._manifest import Cubin, KernelRow, Manifest, Range
 
 ENVIRONMENT_VARIABLE = "FUSED_LOGP_HUB_KERNEL"
 AUTO = "auto"
@@ -119,8 +119,8 @@ def _reason(kernel: KernelRow, cubin: Cubin, requested: str, facts: Facts) -> st
     if requested == AUTO and kernel.auto is not None:
         if not kernel.auto:
             return "runs only when asked for by name"
-        if not any(r.holds(facts.rows, facts.row_bytes) for r in kernel.auto):
-            return f"is taken by itself for {' or '.join(map(str, kernel.auto))}"
+        if not _any_holds(kernel.auto, facts):
+            return f"is taken by itself for {_words(kernel.auto)}"
     if requested not in (AUTO, kernel.name):
         return f"{requested!r} was asked for"
     mismatch = cubin.mismatch(facts.capability)
@@ -133,8 +133,14 @@ def _reason(kernel: KernelRow, cubin: Cubin, requested: str, facts: Facts) -> st
         )
     if facts.alignment % kernel.alignment:
         return f"needs rows aligned to {kernel.alignment} bytes"
-    if kernel.max_rows is not None and facts.rows > kernel.max_rows:
-        return f"is for at most {kernel.max_rows} rows"
-    if facts.row_bytes < kernel.min_row_bytes:
-        return f"is for rows of at least {kernel.min_row_bytes} bytes"
+    if kernel.meant_for is not None and not _any_holds(kernel.meant_for, facts):
+        return f"is for {_words(kernel.meant_for)}"
     return None
+
+
+def _any_holds(ranges: tuple[Range, ...], facts: Facts) -> bool:
+    return any(r.holds(facts.rows, facts.row_bytes) for r in ranges)
+
+
+def _words(ranges: tuple[Range, ...]) -> str:
+    return " or ".join(map(str, ranges))

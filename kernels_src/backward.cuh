@@ -98,7 +98,7 @@ __device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 
   return g;
 }
 
-constexpr u32 kNoTarget = ~0u;
+constexpr u32 kNoTarget = 1u << 31;  // no column less head, be it negative: columns are below 2^31
 
 // The gradients at the ids of a row with several, by index of the id: computed before the block's first store, written
 // over the softmax's share after its last. The first of equal ids carries the sum of all of them.

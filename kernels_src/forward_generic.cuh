@@ -1,5 +1,5 @@
-// Logits straight from global memory into registers: one block (one group) a row, or a cluster of
-// blocks a row.
+// Logits straight from global memory into registers: one block a row, of one group or several, or a cluster
+// of blocks a row.
 //
 // OnlineScan reads the row once. TwoPassScan reads it twice (the second time partly from L2) and takes
 // every exponent from the row's maximum. Both give one leaf per warp and segment.
@@ -78,7 +78,8 @@ __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const 
   }
 }
 
-template <template <class, bool, bool> class Scan, class T>
+// One group takes all segments of the row in turn, several (a wide block, for few rows) an equal run each.
+template <template <class, bool, bool> class Scan, class T, int kGroups = 1>
 __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   using Acc = typename T::Acc;
   __shared__ Leaves<Acc> leaves;
@@ -95,10 +96,14 @@ __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   const bool writer = threadIdx.x < kWarp;
   TargetLogit<T> target;
   if (writer) target.prefetch(p, at);
-  scan_segments<Scan>(reader, seg, 0, seg.segments, scale, p.entropy != nullptr,
-                      [&](u32 s, const SoftmaxState<Acc>& state) {
-                        if (threadIdx.x % kWarp == 0) leaves.put(leaf_index(s), state);
-                      });
+  const u32 group = kGroups == 1 ? 0 : threadIdx.x / kGroup;
+  const u32 each = (seg.segments + kGroups - 1) / kGroups;
+  const u32 first = group * each;
+  if (first < seg.segments)
+    scan_segments<Scan>(reader, seg, first, min(first + each, seg.segments), scale, p.entropy != nullptr,
+                        [&](u32 s, const SoftmaxState<Acc>& state) {
+                          if (threadIdx.x % kWarp == 0) leaves.put(leaf_index(s), state);
+                        });
   __syncthreads();
   if (writer) write_row<T>(p, row, at, merge_leaves(p, leaves, seg, scale), target, inv_t);
 }

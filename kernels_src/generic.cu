@@ -1,20 +1,31 @@
-// The kernels that run on every architecture and on rows of any alignment: one block a row.
+// The kernels that run on every architecture: the forwards by how many threads share a row, and the backward.
 #include "backward.cuh"
 #include "forward_generic.cuh"
+#include "forward_warp.cuh"
 #include "row_mask.cuh"
 
-#define LOGP_KERNELS(T, suffix)                                              \
-  extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)        \
-      logp_forward_online_##suffix(const __grid_constant__ LogpParams p) {   \
-    forward_row_per_block<OnlineScan, T>(p);                                 \
-  }                                                                          \
-  extern "C" __global__ void __launch_bounds__(kGroup, 4)                      \
-      logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) { \
-    forward_row_per_block<TwoPassScan, T>(p);                                \
-  }                                                                          \
-  extern "C" __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks<T>) \
-      logp_backward_##suffix(const __grid_constant__ LogpParams p) {         \
-    backward_block<T>(p);                                                     \
+constexpr int kWideGroups = 4;  // with 8 the registers do not suffice
+
+#define LOGP_KERNELS(T, suffix)                                                          \
+  extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)                \
+      logp_forward_online_##suffix(const __grid_constant__ LogpParams p) {               \
+    forward_row_per_block<OnlineScan, T>(p);                                             \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(kWideGroups * kGroup, 1)                  \
+      logp_forward_wide_##suffix(const __grid_constant__ LogpParams p) {                 \
+    forward_row_per_block<OnlineScan, T, kWideGroups>(p);                                \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(kGroup, kWarpBlocks<T>)                   \
+      logp_forward_warp_##suffix(const __grid_constant__ LogpParams p) {                 \
+    forward_row_per_warp<T>(p);                                                          \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(kGroup, 4)                                \
+      logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) {             \
+    forward_row_per_block<TwoPassScan, T>(p);                                            \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks<T>)     \
+      logp_backward_##suffix(const __grid_constant__ LogpParams p) {                     \
+    backward_block<T>(p);                                                                \
   }
 
 LOGP_KERNELS(BF16, bf16)

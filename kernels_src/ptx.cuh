@@ -40,10 +40,27 @@ __device__ __forceinline__ u32 max_f16x2(u32 a, u32 b) {
   return y;
 }
 
-#if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
+
+// 16 bytes from global to shared memory, in the background; both addresses are multiples of 16.
+__device__ __forceinline__ void copy_async(void* dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst)),
+               "l"(__cvta_generic_to_global(src))
+               : "memory");
+}
+
+// Makes a group of this thread's copies since the last group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending of this thread's groups, the latest, are under way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
 
 __device__ __forceinline__ void mbarrier_init(u64* bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count)

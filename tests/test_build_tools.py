@@ -48,6 +48,7 @@ def test_table_expands_rows_by_dtype():
         ("lanes = 4", "auto = 512", r"kernels\[0\]\.auto: expected tables of integers"),
         ("lanes = 4", "auto = [{ max_row = 512 }]", r"kernels\[0\]\.auto: expected tables of integers"),
         ("lanes = 4", "auto = [{ max_rows = '512' }]", r"kernels\[0\]\.auto: expected tables of integers"),
+        ("lanes = 4", "meant_for = [{ rows = 512 }]", r"kernels\[0\]\.meant_for: expected tables of integers"),
         ('["float32"]', '["float32", "float32"]', "expected a new one"),
         ('source = "plain.cu"', 'sources = "plain.cu"', "expected known keys"),
         ("[[modules]]", "[[module]]", "expected a key 'modules'"),

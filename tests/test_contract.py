@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases import ALL, CASES, Case, grid
-from support.kernels import AUTO, SUFFIX, Variant, assert_ran, tma_fits
+from support.kernels import AUTO, SUFFIX, Variant, assert_ran
 from support.reference64 import (
     assert_forward,
     assert_gradient,
@@ -36,7 +36,7 @@ class Run:
         self.accumulated = torch.float64 if dtype == torch.float64 else torch.float32
         self.num_rows = self.logits.shape[:-1].numel()
         self.launches = min(self.num_rows, 1)
-        self.runs = variant.kernel != "tma" or not self.num_rows or tma_fits(self.logits, case.copied)
+        self.runs = not self.num_rows or variant.fits(self.logits, case.copied)
 
     def forward(self, logits: Tensor | None = None, **kwargs) -> object:
         logits = self.logits if logits is None else logits

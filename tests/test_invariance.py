@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.kernels import AUTO, ONLINE, Variant, assert_ran, tma_fits
+from support.kernels import AUTO, ONLINE, TMA, Variant, assert_ran
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
 from torch import Tensor
 
@@ -22,7 +22,7 @@ KERNELS = {
     for v in (
         ONLINE,
         Variant("cuda", "two_pass", ("two_pass",)),
-        Variant("cuda", "tma", ("tma",)),
+        TMA,
         AUTO,
     )
 }
@@ -92,7 +92,7 @@ def rows(request):
 
 @pytest.fixture(params=KERNELS)
 def kernel(request, rows):
-    if request.param == "tma" and not tma_fits(rows.x, copied=False):
+    if not KERNELS[request.param].fits(rows.x, copied=False):
         pytest.skip("the bulk copy needs compute capability 9.0")
     return request.param
 
@@ -187,9 +187,19 @@ def test_per_row_temperature(rows, kernel):
 
 
 def test_online_and_tma_agree(rows):
-    if not tma_fits(rows.x, copied=False):
+    if not TMA.fits(rows.x, copied=False):
         pytest.skip("the bulk copy needs compute capability 9.0")
     rows.bits("tma").assert_same(slice(None), rows.bits("online"), slice(None), "between tma and online")
+
+
+def test_a_block_and_a_warp_agree(rows, only_kernel, ran):
+    """The forwards that run for many rows, whatever the rows' size decides in a call."""
+    bits = {}
+    for part in ("online", "warp"):
+        only_kernel(part)
+        bits[part] = Bits(rows.x, rows.ids, rows.g, rows.h, "online")
+    assert [s for s in ran if "forward" in s] == ["logp_forward_online_bf16", "logp_forward_warp_bf16"]
+    bits["warp"].assert_same(slice(None), bits["online"], slice(None), "between a warp and a block a row")
 
 
 # ---- Beyond 2^31 elements. Built a few rows at a time, so that no other tensor is that large.
@@ -206,7 +216,7 @@ def test_more_rows_a_block_than_it_looks_ahead(ran):
     """30000 short rows, some ignored: a persistent block of the bulk copy looks at its rows 32 at a time."""
     torch.manual_seed(0)
     x = torch.randn(30000, 264, device="cuda").bfloat16()
-    if not tma_fits(x, copied=False):
+    if not TMA.fits(x, copied=False):
         pytest.skip("the bulk copy needs compute capability 9.0")
     ids = torch.randint(264, (30000,), device="cuda")
     ids[::7] = -100
@@ -242,7 +252,7 @@ def large():
 @pytest.mark.parametrize(("n", "v", "chosen"), LARGE)
 def test_beyond_2_31_elements(n, v, chosen, kernel, large, ran):
     x = large(n, v)
-    if kernel == "tma" and not tma_fits(x[:1], copied=False):
+    if not KERNELS[kernel].fits(x[:1], copied=False):
         pytest.skip("the bulk copy needs compute capability 9.0")
     torch.manual_seed(0)
     ids = torch.randint(v, (n,), device="cuda")

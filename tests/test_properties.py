@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.cases import ALL, INF, NAN, random_ids
-from support.kernels import VARIANTS, assert_ran, tma_fits
+from support.kernels import VARIANTS, assert_ran
 from support.reference64 import assert_forward, assert_gradient, backward64, forward64, same_bits
 
 from fused_logp_hub import NoMatchingKernelError, fused_logp
@@ -133,9 +133,7 @@ def make_gradient(shape, dtype, device, layout):
 
 def fits(variant, x):
     """Whether the kernel is to be had for these logits, or refused."""
-    if variant.kernel != "tma" or x.numel() == 0:
-        return True
-    return tma_fits(x, copy_reason(x) is not None)
+    return x.numel() == 0 or variant.fits(x, copy_reason(x) is not None)
 
 
 @pytest.fixture(params=[pytest.param(v, marks=v.marks, id=str(v)) for v in VARIANTS])
@@ -162,7 +160,7 @@ def test_random_problems(variant, ran, seed, logits, ids, options, upstream):
     ran.clear()
     if not fits(variant, x):
         with pytest.raises(NoMatchingKernelError):
-            fused_logp(x, ids, kernel="tma", **options)
+            fused_logp(x, ids, kernel=variant.kernel, **options)
         return
     result = fused_logp(x, ids, kernel=variant.kernel, return_lse=True, return_entropy=True, **options)
     assert_ran(ran, variant, x.dtype, forwards=launches)

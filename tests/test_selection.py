@@ -174,10 +174,39 @@ def test_ranges_in_which_a_kernel_is_taken_unasked(rows, row_bytes, name):
     assert select_or_raise(manifest, "logp_forward", "tma", at).kernel is tma
     if name == "online":
         reason = select(manifest, "logp_forward", "auto", at).verdicts[0].reason
-        assert reason == "is taken by itself for 0 to 8 rows or at least 100 rows of at most 256 bytes"
+        assert reason == "is taken by itself for at most 8 rows or at least 100 rows of at most 256 bytes"
     # the choice changes at the thresholds only
     (first, second), sizes = manifest.thresholds("logp_forward")
     assert (first, second, sizes) == (8, 99, [256])
+
+
+@pytest.mark.parametrize(
+    ("limits", "words", "inside", "outside"),
+    [
+        ({}, "any number of rows", [(0, 1), (2**31 - 1, 2**33)], []),
+        (
+            {"max_rows": 8, "min_row_bytes": 64},
+            "at most 8 rows of at least 64 bytes", [(8, 64), (0, 99)], [(9, 64), (8, 63)],
+        ),
+        (
+            {"min_rows": 8, "max_row_bytes": 64},
+            "at least 8 rows of at most 64 bytes", [(8, 64), (99, 0)], [(7, 64), (8, 65)],
+        ),
+        (
+            {"min_rows": 2, "max_rows": 3, "min_row_bytes": 4, "max_row_bytes": 5},
+            "2 to 3 rows of 4 to 5 bytes", [(2, 4), (3, 5)], [(1, 4), (4, 4), (2, 3), (2, 6)],
+        ),
+    ],
+)  # fmt: skip
+def test_range(limits, words, inside, outside):
+    """Both limits of both sizes count, and the trace says them; outside, asking by name does not help."""
+    at = Range(**limits)
+    assert str(at) == words
+    assert [at.holds(*x) for x in (*inside, *outside)] == [True] * len(inside) + [False] * len(outside)
+    only = replace(SYNTHETIC, kernels=(kernel(0, "online", "generic", "bfloat16", meant_for=(at,)),))
+    for rows, row_bytes in outside:
+        verdict = select(only, "logp_forward", "online", facts((9, 0), rows=rows, row_bytes=row_bytes)).verdicts[1]
+        assert verdict.reason == f"is for {words}"
 
 
 def test_unknown_name_fits_nothing():

@@ -44,8 +44,12 @@ def shipped():
 @pytest.fixture
 def gpus(shipped, monkeypatch):
     """Two GPUs of capability 9.0 whose tensors are the CPU's, and small: kernels for long rows take any."""
-    kernels = tuple(dataclasses.replace(k, min_row_bytes=0) for k in shipped.kernels)
-    small = dataclasses.replace(shipped, kernels=kernels)
+
+    def any_size(kernel):
+        ranges = kernel.meant_for and tuple(dataclasses.replace(r, min_row_bytes=0) for r in kernel.meant_for)
+        return dataclasses.replace(kernel, meant_for=ranges)
+
+    small = dataclasses.replace(shipped, kernels=tuple(map(any_size, shipped.kernels)))
     monkeypatch.setattr(_manifest, "shipped", lambda: small)
     FakeDriver((9, 0), (9, 0)).install(monkeypatch.setattr)
     cpu, run_case, check_gpu = torch.device("cpu"), probes.run_case, selftest.check_gpu

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.cases import ALL, grid
-from support.kernels import VARIANTS, assert_ran, tma_fits
+from support.kernels import TMA, VARIANTS, assert_ran
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
 from support.shards import cut, cut_at, joined
 from torch import Tensor
@@ -51,8 +51,8 @@ def test_the_contract_holds(case, dtype, variant, request, ran):
         request.getfixturevalue("only_kernel")(variant.only)
     logits, ids, kwargs = case.build(variant.device, dtype)
     vocab_size = logits.shape[-1]
-    shards = cut(logits, SHARDS, aligned=variant.kernel == "tma")
-    if variant.kernel == "tma" and not all(tma_fits(s.logits, False) for s in shards):
+    shards = cut(logits, SHARDS, aligned=variant.aligned)
+    if not all(variant.fits(s.logits, False) for s in shards):
         pytest.skip("only compute capability 9.0 has the copy engine's kernel")
     launches = sum(s.width > 0 for s in shards) * min(logits.shape[:-1].numel(), 1)
     rows = merged(shards, ids, kwargs, vocab_size, variant.kernel, return_entropy=True)
@@ -113,7 +113,7 @@ def fuzz(device, leading, widths, padding, k, dtype, temperature, neg_inf, seed)
     kwargs = {"row_mask": mask, "temperature": temperature, "ignore_index": -1}
     for kernel in dict.fromkeys(v.kernel for v in VARIANTS if v.device == device):
         shards = cut_at(logits, edges, padding, aligned=kernel == "tma")
-        if kernel == "tma" and not all(tma_fits(s.logits, False) for s in shards):
+        if kernel == "tma" and not all(TMA.fits(s.logits, False) for s in shards):
             continue
         rows = merged(shards, ids, kwargs, vocab_size, kernel, return_entropy=True)
         g, h = assert_forward(rows, logits, ids, kwargs)
@@ -244,7 +244,7 @@ def test_agrees_with_the_whole(variant, temperature, request, ran):
     torch.manual_seed(0)
     n, v = (300, 128256) if variant.device == "cuda" else (8, 5000)
     logits = torch.randn(n, v, device=variant.device, dtype=torch.bfloat16).mul_(3).requires_grad_()
-    if variant.kernel == "tma" and not tma_fits(logits, False):
+    if not variant.fits(logits, False):
         pytest.skip("only compute capability 9.0 has the copy engine's kernel")
     ids = torch.randint(v, (n,), device=variant.device)
     whole = fused_logp(logits, ids, temperature=temperature, kernel=variant.kernel, return_entropy=True)

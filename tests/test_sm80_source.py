@@ -37,22 +37,20 @@ def ptx(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def only_sm80_source(ptx, monkeypatch):
-    """The package as if it shipped that PTX and nothing else."""
+def only_sm80_source(ptx, only_kernel, part, monkeypatch):
+    """The package as if it shipped that PTX and nothing else, with one forward, for any rows."""
+    only_kernel(part)
     shipped, data = _manifest.shipped(), ptx.read_bytes()
-    ampere = next(c for c in shipped.cubins if (c.module, c.arch) == ("generic", "sm_80"))
-    capability = torch.cuda.get_device_capability()
     code = replace(
-        ampere,
+        next(c for c in shipped.cubins if c.arch == "sm_80"),
         file=ptx.name,
         arch="compute_80",
         match="exact",
-        capability=capability,
+        capability=torch.cuda.get_device_capability(),
         sha256=hashlib.sha256(data).hexdigest(),
         size=len(data),
     )
-    kernels = tuple(k for k in shipped.kernels if k.module == "generic")
-    reduced = replace(shipped, directory=ptx.parent, cubins=(code,), kernels=kernels)
+    reduced = replace(shipped, directory=ptx.parent, cubins=(code,))
     monkeypatch.setattr(_manifest, "shipped", lambda: reduced)
     forget_launches(monkeypatch)
     monkeypatch.setattr(_launch, "_thresholds", lambda op: ([], []))
@@ -68,11 +66,13 @@ def test_ptx_has_no_instruction_of_a_later_architecture(ptx):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("vocab_size", [1000, 1027, 50257])  # aligned rows; rows at every alignment; many tiles
-@pytest.mark.parametrize("kernel", ["online", "two_pass"])
-def test_contract(only_sm80_source, ran, dtype, vocab_size, kernel):
-    logits = torch.randn(9, vocab_size, device="cuda").to(dtype).requires_grad_()
+@pytest.mark.parametrize("part", ["online", "two_pass", "warp", "wide"])
+def test_contract(only_sm80_source, ran, dtype, vocab_size, part):
+    stride = vocab_size + (-vocab_size % 8 if part == "warp" else 0)  # which needs aligned rows
+    logits = torch.randn(9, stride, device="cuda").to(dtype)[:, :vocab_size].requires_grad_()
     ids = torch.randint(vocab_size, (9,), device="cuda")
     ids[3] = -100
+    kernel = "two_pass" if part == "two_pass" else "online"
     logp = fused_logp(logits, ids, kernel=kernel, temperature=0.7)
     expected = forward64(logits.detach(), ids, temperature=0.7).logp
     error = (logp.double() - expected).abs()
@@ -80,4 +80,4 @@ def test_contract(only_sm80_source, ran, dtype, vocab_size, kernel):
     g = torch.randn(9, device="cuda")
     (grad,) = torch.autograd.grad(logp, logits, g)
     assert_gradient(grad, backward64(g, None, logits.detach(), ids, temperature=0.7), dtype)
-    assert [s.rsplit("_", 1)[0] for s in ran] == [f"logp_forward_{kernel}", "logp_backward"]
+    assert [s.rsplit("_", 1)[0] for s in ran] == [f"logp_forward_{part}", "logp_backward"]

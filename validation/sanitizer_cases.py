@@ -19,11 +19,15 @@ from fused_logp_hub.distributed import shard_backward, shard_statistics
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # One vector and less, a ragged tile, several tiles and segments, odd lengths at every alignment. With "online", rows of
-# 48 and 96 KiB are taken by each of the clusters: 8 blocks up to 40 rows, 4 up to 80, 2 up to 192 and up to 384.
+# 48 and 96 KiB are taken by a wide block up to 128 rows and by each of the clusters: 8 blocks up to 40 rows, 4 up to
+# 80, 2 up to 192 and up to 384; many short rows by a warp each.
 SHAPES = (
-    (3, 1), (5, 7), (9, 1000), (70, 1027), (3, 8192), (2, 20011), (2, 60001), (48, 50000), (90, 25000), (200, 25000),
+    (3, 1), (5, 7), (9, 1000), (70, 1027), (3, 8192), (2, 20011), (2, 60001),
+    (48, 50000), (90, 25000), (150, 25000), (200, 25000), (2050, 1000),
 )  # fmt: skip
-FEW_SHAPES = ((5, 7), (3, 8192), (3, 20011), (3, 60001), (48, 50000), (90, 25000), (200, 25000))
+FEW_SHAPES = (
+    (5, 7), (3, 8192), (3, 20011), (3, 60001), (48, 50000), (90, 25000), (150, 25000), (200, 25000), (2050, 1000),
+)  # fmt: skip
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 
 
@@ -100,6 +104,9 @@ def main(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int], ...]) -
     # several rows for each persistent block, of which an H200 runs 792 at once; more than the 32 it looks ahead
     many = torch.randn(30000, 264, device="cuda")
     runs += check(many, torch.randint(264, (30000,), device="cuda"), "tma")
+    # a warp a row: whole tiles and the end of one that does not fill a vector, rows aligned all the same
+    many = torch.randn(2050, 8000, device="cuda").bfloat16()[:, :7001]
+    runs += check(many, torch.randint(7001, (2050,), device="cuda"), "online")
     torch.cuda.synchronize()
     print(f"{runs} forward and backward runs agree with the reference")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_logp_hub import _ops, _selection
 from fused_logp_hub._api import LogpResult, fused_logp, fused_logp_backward_out, fused_logp_out
 from fused_logp_hub._errors import NoMatchingKernelError
-from fused_logp_hub._manifest import KernelRow, Manifest
+from fused_logp_hub._manifest import KernelRow, Manifest, Range
 from fused_logp_hub.cli import probes
 from fused_logp_hub.cli.probes import Case
 from fused_logp_hub.cli.timing import Call, median_times
@@ -120,7 +120,11 @@ def cases_of(manifest: Manifest, kernel: KernelRow, capability: tuple[int, int],
 def timed_shape(kernel: KernelRow) -> tuple[int, int]:
     """Rows and vocabulary that the kernel is meant for, no smaller than need be."""
     item_bytes = 1 if kernel.dtype == "any" else int(getattr(torch, kernel.dtype).itemsize)
-    return kernel.max_rows or _ROWS, max(_VOCAB_SIZE, -(-kernel.min_row_bytes // 16) * 16 // item_bytes)
+    meant_for = kernel.meant_for[0] if kernel.meant_for else Range()
+    vocab_size = max(_VOCAB_SIZE, -(-meant_for.min_row_bytes // 16) * 16 // item_bytes)
+    if meant_for.max_row_bytes is not None:
+        vocab_size = min(vocab_size, meant_for.max_row_bytes // item_bytes)
+    return meant_for.max_rows or max(_ROWS, meant_for.min_rows), vocab_size
 
 
 def _check(subject: _Subject, symbol: str | None = None, arch: str | None = None) -> Check:

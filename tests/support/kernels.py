@@ -13,6 +13,13 @@ from fused_logp_hub import _launch
 SUFFIX = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 
 
+def _is_aligned(logits: Tensor) -> bool:
+    starts = logits.new_tensor(0, dtype=torch.int64) + logits.data_ptr()
+    for length, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        starts = starts[..., None] + torch.arange(length, device=starts.device) * (stride * logits.element_size())
+    return bool((starts % 16 == 0).all())
+
+
 @dataclass(frozen=True)
 class Variant:
     """``kernel`` is the argument; ``forward`` lists the symbols' middle parts that may run for it."""
@@ -22,25 +29,37 @@ class Variant:
     forward: tuple[str, ...] = ()
     only: str | None = None
     """The one forward that the selector then knows, whatever rows it is meant for, by its symbol's middle part."""
+    aligned: bool = False
+    """It needs every row on a 16-byte boundary."""
+    hopper: bool = False
+    """It needs compute capability 9.0."""
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         return [pytest.mark.gpu] if self.device == "cuda" else []
+
+    def fits(self, logits: Tensor, copied: bool) -> bool:
+        """Whether it is to be had for these logits, or if so their copy, or refused."""
+        if self.hopper and torch.cuda.get_device_capability(logits.device) != (9, 0):
+            return False
+        return not self.aligned or _is_aligned(logits.contiguous() if copied else logits)
 
     def __str__(self) -> str:
         return f"{self.device}-{self.kernel}" + (f"-{self.only}" if self.only else "")
 
 
 CLUSTERS = ("cluster8x2", "cluster4x2", "cluster2x2", "cluster2x1")
-AUTO = Variant("cuda", "auto", ("online", "tma", *CLUSTERS))
-ONLINE = Variant("cuda", "online", ("online", *CLUSTERS))
+AUTO = Variant("cuda", "auto", ("online", "warp", "wide", "tma", *CLUSTERS))
+ONLINE = Variant("cuda", "online", ("online", "warp", "wide", *CLUSTERS))
+TMA = Variant("cuda", "tma", ("tma",), aligned=True, hopper=True)
 VARIANTS = [
     Variant("cpu", "auto"),
     Variant("cuda", "reference"),
     AUTO,
-    *(Variant("cuda", "online", (part,), only=part) for part in ("online", *CLUSTERS)),
+    *(Variant("cuda", "online", (part,), only=part) for part in ("online", "wide", *CLUSTERS)),
+    Variant("cuda", "online", ("warp",), only="warp", aligned=True),
     Variant("cuda", "two_pass", ("two_pass",)),
-    Variant("cuda", "tma", ("tma",)),
+    TMA,
 ]
 
 
@@ -48,18 +67,6 @@ def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test ends, nothing that was selected or prepared before is used again."""
     monkeypatch.setattr(_launch, "_plans", {})
     monkeypatch.setattr(_launch, "_launches", {})
-
-
-def tma_fits(logits: Tensor, copied: bool) -> bool:
-    """Whether the bulk copy can run: Hopper, and every row on a 16-byte boundary once it is readable."""
-    if torch.cuda.get_device_capability(logits.device) != (9, 0):
-        return False
-    if copied:
-        logits = logits.contiguous()
-    starts = logits.new_tensor(0, dtype=torch.int64) + logits.data_ptr()
-    for length, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
-        starts = starts[..., None] + torch.arange(length, device=starts.device) * (stride * logits.element_size())
-    return bool((starts % 16 == 0).all())
 
 
 def assert_ran(symbols: list[str], variant: Variant, dtype: torch.dtype, *, forwards: int, backwards: int = 0) -> None:

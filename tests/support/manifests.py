@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fused_logp_hub._manifest import Cubin, KernelRow, Manifest
+from fused_logp_hub._manifest import Cubin, KernelRow, Manifest, Range
 
 DTYPES = ["bfloat16", "float16", "float32", "float64"]
 
@@ -42,7 +42,14 @@ SYNTHETIC = Manifest(
             row
             for dtype in DTYPES
             for row in (
-                kernel(0, "online", "cluster", dtype, max_rows=128, min_row_bytes=65536, blocks_per_row=8),
+                kernel(
+                    0,
+                    "online",
+                    "cluster",
+                    dtype,
+                    meant_for=(Range(max_rows=128, min_row_bytes=65536),),
+                    blocks_per_row=8,
+                ),
                 kernel(1, "tma", "sm90_tma", dtype, alignment=16),
                 kernel(2, "online", "generic", dtype),
                 kernel(3, "two_pass", "generic", dtype, auto=()),

@@ -9,7 +9,7 @@ from fused_logp_hub import __version__, _manifest
 
 # op, kernel, module, alignment, grid; in order of priority
 KERNELS = [
-    ("logp_forward", "online", "cluster", 1, {"max_rows": 128, "blocks_per_row": 8}),
+    ("logp_forward", "online", "cluster", 1, {"meant_for": [{"max_rows": 128}], "blocks_per_row": 8}),
     ("logp_forward", "tma", "sm90_tma", 16, {"blocks_per_multiprocessor": 2}),
     ("logp_forward", "online", "generic", 1, {"blocks_per_row": 1}),
     ("logp_backward", "backward", "generic", 1, {"tile_bytes": 8192}),
