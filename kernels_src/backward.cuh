@@ -28,7 +28,8 @@ constexpr int kBackwardBlocksF32 = 7;
 constexpr int kBackwardBlocksF32 = 6;
 #endif
 template <class T>
-constexpr int kBackwardBlocks = sizeof(typename T::Bits) == 8 ? 4 : sizeof(typename T::Bits) == 4 ? kBackwardBlocksF32 : 7;
+constexpr int kBackwardBlocks =
+    sizeof(typename T::Bits) == 8 ? 4 : sizeof(typename T::Bits) == 4 ? kBackwardBlocksF32 : 7;
 
 template <class T>
 struct RowGradient {
