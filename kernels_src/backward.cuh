@@ -9,7 +9,7 @@
 // forward read last is what may still be in L2.
 //
 // grad_logits may be the logits themselves: a vector is read by the thread that overwrites it, and the
-// logits at the row's ids are read before the block's first store.
+// logits at the ids of a row with several are read before the block's first store.
 #pragma once
 #include "reader.cuh"
 #include "row.cuh"

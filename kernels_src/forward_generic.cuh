@@ -78,7 +78,8 @@ __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const 
   }
 }
 
-// One group takes all segments of the row in turn, several (a wide block, for few rows) an equal run each.
+// One group takes all segments of the row in turn, several (a wide block, for few rows) an equal run each. Not so with
+// TwoPassScan, whose threads meet on the way.
 template <template <class, bool, bool> class Scan, class T, int kGroups = 1>
 __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   using Acc = typename T::Acc;

@@ -9,9 +9,14 @@
 #pragma once
 #include "forward.cuh"
 
-// Resident blocks a multiprocessor that the register budget is set for.
+// Resident blocks a multiprocessor that the register budget is set for. float64 and Blackwell code need more registers.
+#if __CUDA_ARCH__ >= 1000
+template <class T>
+constexpr int kWarpBlocks = 3;
+#else
 template <class T>
 constexpr int kWarpBlocks = sizeof(typename T::Bits) == 8 ? 3 : 5;
+#endif
 
 // What is on its way to a warp: a whole tile, one copy group for each part.
 template <class T>
@@ -68,7 +73,7 @@ struct WarpScan {
     for (int part = 0; part < kGroupWarps; ++part) {
       const u32 first = tile * kTileColumns<T> + part * kWarp * T::kVec;
       if (first < reader.vocab_size) {
-        const u32 count = (reader.vocab_size - first + kGroup * T::kVec - 1) / (kGroup * T::kVec);
+        const int count = (reader.vocab_size - first + kGroup * T::kVec - 1) / (kGroup * T::kVec);
         Vec16 v[kVectors<T>];
 #pragma unroll
         for (int j = 0; j < kVectors<T>; ++j) {

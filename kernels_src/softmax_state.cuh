@@ -40,7 +40,7 @@ struct SoftmaxState {
   // Adds vectors of logits of element type T. Those from the count-th on hold nothing but -inf, which adds
   // nothing: leaving them out saves time and changes no bit.
   template <class T, bool kEntropy, int kCount>
-  __device__ __forceinline__ void add(const Vec16 (&v)[kCount], Acc scale, u32 count = kCount) {
+  __device__ __forceinline__ void add(const Vec16 (&v)[kCount], Acc scale, int count = kCount) {
     const Acc top = Math<Acc>::max(m, T::top(v));
     const Acc ref = reference(top);
     rescale<kEntropy>(ref, scale);
@@ -50,7 +50,7 @@ struct SoftmaxState {
 
   // Adds vectors to sums that are relative to ref already. Four partial sums keep the adds independent.
   template <class T, bool kEntropy, int kCount>
-  __device__ __forceinline__ void add_from(const Vec16 (&v)[kCount], Acc ref, Acc scale, u32 count = kCount) {
+  __device__ __forceinline__ void add_from(const Vec16 (&v)[kCount], Acc ref, Acc scale, int count = kCount) {
     constexpr int kWays = 4;
     Acc es[kWays] = {}, eu[kWays] = {};
 #pragma unroll

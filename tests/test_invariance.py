@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.kernels import AUTO, ONLINE, TMA, Variant, assert_ran
+from support.kernels import AUTO, CLUSTERS, ONLINE, SUFFIX, TMA, Variant, assert_ran
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
 from torch import Tensor
 
-from fused_logp_hub import fused_logp
+from fused_logp_hub import fused_logp, fused_logp_backward_out
 
 pytestmark = pytest.mark.gpu
 
@@ -93,7 +93,7 @@ def rows(request):
 @pytest.fixture(params=KERNELS)
 def kernel(request, rows):
     if not KERNELS[request.param].fits(rows.x, copied=False):
-        pytest.skip("the bulk copy needs compute capability 9.0")
+        pytest.skip("the kernel does not run here")
     return request.param
 
 
@@ -192,14 +192,57 @@ def test_online_and_tma_agree(rows):
     rows.bits("tma").assert_same(slice(None), rows.bits("online"), slice(None), "between tma and online")
 
 
-def test_a_block_and_a_warp_agree(rows, only_kernel, ran):
-    """The forwards that run for many rows, whatever the rows' size decides in a call."""
-    bits = {}
-    for part in ("online", "warp"):
-        only_kernel(part)
-        bits[part] = Bits(rows.x, rows.ids, rows.g, rows.h, "online")
-    assert [s for s in ran if "forward" in s] == ["logp_forward_online_bf16", "logp_forward_warp_bf16"]
-    bits["warp"].assert_same(slice(None), bits["online"], slice(None), "between a warp and a block a row")
+def widths(dtype: torch.dtype) -> list[int]:
+    """Vocabularies around the ends of a vector, of a warp's vectors, of one tile and two, and of many segments."""
+    vector = 16 // dtype.itemsize
+    tile = 128 * (2 if dtype == torch.float64 else 4) * vector
+    around = (vector, 32 * vector, tile, 2 * tile)
+    return [1, *(v + d for v in around for d in (-1, 0, 1)), 5 * tile + 7, 17 * tile + 3]
+
+
+@pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
+def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran):
+    """However many threads share a row, entropy asked for or not, and whatever the row holds."""
+    parts = ["online", "wide", "warp", *CLUSTERS, *(["tma"] if TMA.fits(torch.empty(1, device="cuda"), False) else [])]
+    torch.manual_seed(0)
+    for v in widths(dtype):
+        x = torch.empty(11, v + -v % 8, device="cuda", dtype=dtype)[:, :v].copy_(torch.randn(11, v, device="cuda") * 3)
+        x[1, v // 2 :] = -torch.inf
+        x[2, : v - 1] = -torch.inf
+        x[3] = -torch.inf
+        x[4, v // 3], x[5, v - 1] = torch.inf, torch.nan
+        ids = torch.randint(v, (11,), device="cuda")
+        ids[6] = -100
+        for want_entropy in (False, True):
+            first = None
+            for part in parts:
+                only_kernel(part)
+                kernel = "tma" if part == "tma" else "online"
+                r = fused_logp(x, ids, kernel=kernel, temperature=0.7, return_lse=True, return_entropy=want_entropy)
+                assert ran[-1] == f"logp_forward_{part}_{SUFFIX[dtype]}"
+                assert r.logp[3:6].isnan().all()
+                got = [t.nan_to_num(7.0, posinf=8.0, neginf=9.0) for t in r if t is not None]
+                first = first or got
+                assert all(map(same_bits, got, first)), f"{part} differs from {parts[0]} at V = {v}"
+
+
+@pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
+def test_a_gradient_does_not_depend_on_where_its_id_lies(dtype):
+    """Each column is some row's id, in rows of gradients at every alignment: heads, vectors and tails alike."""
+    torch.manual_seed(0)
+    v = 307
+    x, ids = torch.randn(v, v, device="cuda").to(dtype), torch.arange(v, device="cuda")
+    g, h = torch.randn(2, v, device="cuda")
+    r = fused_logp(x, ids, return_lse=True, return_entropy=True)
+    given = {"row_max": r.row_max, "log_sum": r.log_sum, "entropy": r.entropy, "grad_entropy": h}
+    store = torch.empty(v, v + -v % 8, device="cuda", dtype=dtype)
+    expected = fused_logp_backward_out(g, x, ids, **given, grad_logits=store[:, :v]).clone()
+    assert_gradient(expected, backward64(g, h, x, ids), dtype)
+    for offset in range(16 // dtype.itemsize):
+        to = torch.empty(offset + v * v, device="cuda", dtype=dtype)[offset:].view(v, v)
+        assert same_bits(fused_logp_backward_out(g, x, ids, **given, grad_logits=to), expected)
+        to.copy_(x)
+        assert same_bits(fused_logp_backward_out(g, to, ids, **given, grad_logits=to), expected), "in place"
 
 
 # ---- Beyond 2^31 elements. Built a few rows at a time, so that no other tensor is that large.

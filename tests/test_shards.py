@@ -53,7 +53,7 @@ def test_the_contract_holds(case, dtype, variant, request, ran):
     vocab_size = logits.shape[-1]
     shards = cut(logits, SHARDS, aligned=variant.aligned)
     if not all(variant.fits(s.logits, False) for s in shards):
-        pytest.skip("only compute capability 9.0 has the copy engine's kernel")
+        pytest.skip("the kernel does not run here")
     launches = sum(s.width > 0 for s in shards) * min(logits.shape[:-1].numel(), 1)
     rows = merged(shards, ids, kwargs, vocab_size, variant.kernel, return_entropy=True)
     assert_ran(ran, variant, dtype, forwards=launches)
@@ -245,7 +245,7 @@ def test_agrees_with_the_whole(variant, temperature, request, ran):
     n, v = (300, 128256) if variant.device == "cuda" else (8, 5000)
     logits = torch.randn(n, v, device=variant.device, dtype=torch.bfloat16).mul_(3).requires_grad_()
     if not variant.fits(logits, False):
-        pytest.skip("only compute capability 9.0 has the copy engine's kernel")
+        pytest.skip("the kernel does not run here")
     ids = torch.randint(v, (n,), device=variant.device)
     whole = fused_logp(logits, ids, temperature=temperature, kernel=variant.kernel, return_entropy=True)
     g, h = torch.randn(2, n, device=variant.device)
