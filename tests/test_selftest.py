@@ -24,6 +24,7 @@ from fused_logp_hub.cli.timing import median_times
 
 pytestmark = pytest.mark.usefixtures("short_on_cpu")
 TIMED_SHAPE = selftest.timed_shape
+MANY_ROWS = 400  # more than any kernel for few rows takes
 BOUNDS = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 2e-6, "float64": 2e-6}
 
 
@@ -43,13 +44,17 @@ def shipped():
 
 @pytest.fixture
 def gpus(shipped, monkeypatch):
-    """Two GPUs of capability 9.0 whose tensors are the CPU's, and small: kernels for long rows take any."""
+    """Two GPUs of capability 9.0 whose tensors are the CPU's, and small: kernels for long or many rows take these."""
 
-    def any_size(kernel):
-        ranges = kernel.meant_for and tuple(dataclasses.replace(r, min_row_bytes=0) for r in kernel.meant_for)
-        return dataclasses.replace(kernel, meant_for=ranges)
+    def lowered(ranges):
+        return ranges and tuple(
+            dataclasses.replace(r, min_row_bytes=0, min_rows=min(r.min_rows, MANY_ROWS)) for r in ranges
+        )
 
-    small = dataclasses.replace(shipped, kernels=tuple(map(any_size, shipped.kernels)))
+    def taking_small(kernel):
+        return dataclasses.replace(kernel, meant_for=lowered(kernel.meant_for), auto=lowered(kernel.auto))
+
+    small = dataclasses.replace(shipped, kernels=tuple(map(taking_small, shipped.kernels)))
     monkeypatch.setattr(_manifest, "shipped", lambda: small)
     FakeDriver((9, 0), (9, 0)).install(monkeypatch.setattr)
     cpu, run_case, check_gpu = torch.device("cpu"), probes.run_case, selftest.check_gpu
@@ -111,7 +116,7 @@ def test_kernel_that_no_call_reaches(shipped):
     hidden = dataclasses.replace(kernel, symbol="hidden")
     manifest = dataclasses.replace(shipped, kernels=(*shipped.kernels, hidden))
     with pytest.raises(NoMatchingKernelError, match=r"^hidden: expected a call that runs it, got none;"):
-        selftest.cases_of(manifest, hidden, (9, 0), 13000)
+        selftest.cases_of(hidden, lambda requested: probes.select_cases(manifest, requested, (9, 0), 13000))
 
 
 def test_on_every_gpu(gpus, capsys, monkeypatch):

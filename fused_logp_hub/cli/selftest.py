@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -80,11 +81,12 @@ class _Measure:
 def check_gpu(manifest: Manifest, device: torch.device, capability: tuple[int, int], driver_cuda: int) -> list[Check]:
     """Each kernel that fits the GPU, asked for by its name; the GPU must be the current one."""
     checks = []
+    select = cache(lambda requested: probes.select_cases(manifest, requested, capability, driver_cuda))
     for kernel in manifest.kernels:
         cubin = manifest.closest(kernel.module, capability, driver_cuda)
         if cubin is None:
             continue
-        cases = cases_of(manifest, kernel, capability, driver_cuda)
+        cases = cases_of(kernel, select)
         subject = _Subject(kernel.op, kernel.name, kernel.dtype, cases, device, *timed_shape(kernel))
         checks.append(_check(subject, kernel.symbol, cubin.arch))
     return checks
@@ -100,14 +102,14 @@ def check_reference() -> list[Check]:
     ]
 
 
-def cases_of(manifest: Manifest, kernel: KernelRow, capability: tuple[int, int], driver_cuda: int) -> list[Case]:
-    """The doctor's cases in which the GPU runs this kernel; it is asked for by name where it can be."""
+def cases_of(kernel: KernelRow, select: Callable[[str], list[Case]]) -> list[Case]:
+    """Of the doctor's cases, by the kernel asked for, those in which the GPU runs this one."""
     if kernel.op not in (probes.FORWARD, probes.BACKWARD):
         return []
     requested = kernel.name if kernel.op == probes.FORWARD else _selection.AUTO
     cases = [
         case
-        for case in probes.select_cases(manifest, requested, capability, driver_cuda)
+        for case in select(requested)
         if case.selected and kernel.symbol in (case.forward.symbol, case.backward.symbol)
     ]
     if not cases:
