@@ -245,16 +245,6 @@ def test_a_gradient_does_not_depend_on_where_its_id_lies(dtype):
         assert same_bits(fused_logp_backward_out(g, to, ids, **given, grad_logits=to), expected), "in place"
 
 
-# ---- Beyond 2^31 elements. Built a few rows at a time, so that no other tensor is that large.
-
-LARGE = [
-    # n1: rows from 16744 on start behind 2^31 elements
-    pytest.param(16800, 128256, [0, 16743, 16744, 16799], id="n1"),
-    # n2: the first such row is 14134; N * V * 2 bytes are beyond 2^32 too
-    pytest.param(14200, 151936, [0, 14134, 14140, 14199], id="n2"),
-]
-
-
 def test_more_rows_a_block_than_it_looks_ahead(ran):
     """30000 short rows, some ignored: a persistent block of the bulk copy looks at its rows 32 at a time."""
     torch.manual_seed(0)
@@ -268,6 +258,16 @@ def test_more_rows_a_block_than_it_looks_ahead(ran):
     tma = Bits(x, ids, g, g, "tma")
     assert_ran(ran, KERNELS["tma"], x.dtype, forwards=1, backwards=1)
     tma.assert_same(slice(None), Bits(x, ids, g, g, "online"), slice(None), "between kernels")
+
+
+# ---- Beyond 2^31 elements. Built a few rows at a time, so that no other tensor is that large.
+
+LARGE = [
+    # n1: rows from 16744 on start behind 2^31 elements
+    pytest.param(16800, 128256, [0, 16743, 16744, 16799], id="n1"),
+    # n2: the first such row is 14134; N * V * 2 bytes are beyond 2^32 too
+    pytest.param(14200, 151936, [0, 14134, 14140, 14199], id="n2"),
+]
 
 
 @pytest.fixture(scope="module")
