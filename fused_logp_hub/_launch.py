@@ -127,8 +127,8 @@ def forward(
         remember(_launches, key, launch)
     function, grid, constants = launch
     values = (
-        address, ids.data_ptr(), 0 if rows is None else rows.data_ptr(), 0 if mask is None else mask.data_ptr(),
-        logp.data_ptr(), row_max, log_sum, entropy, 0, 0, 0, constants,
+        ids.data_ptr(), 0 if mask is None else mask.data_ptr(), address, 0 if rows is None else rows.data_ptr(),
+        row_max, log_sum, entropy, logp.data_ptr(), 0, 0, 0, constants,
     )  # fmt: skip
     function.launch(grid, current_stream(function.device.ordinal), _params.LOGP, values)
 
@@ -159,8 +159,8 @@ def backward(
         remember(_launches, key, launch)
     function, grid, constants = launch
     values = (
-        address, ids.data_ptr(), 0 if rows is None else rows.data_ptr(), 0 if mask is None else mask.data_ptr(),
-        0, row_max, log_sum, entropy,
+        ids.data_ptr(), 0 if mask is None else mask.data_ptr(), address, 0 if rows is None else rows.data_ptr(),
+        row_max, log_sum, entropy, 0,
         grad_logp.data_ptr(), 0 if grad_entropy is None else grad_entropy.data_ptr(), grad_logits.data_ptr(),
         constants,
     )  # fmt: skip
@@ -231,6 +231,7 @@ def _prepare(
         grad_logp_dtype=0 if grad_logp is None else _DTYPE_CODES[grad_logp.dtype],
         grad_entropy_dtype=0 if grad_entropy is None else _DTYPE_CODES[grad_entropy.dtype],
         tiles_per_block=tiles_per_block,
+        blocks_per_row=_params.divisor(max(grid // spec.num_rows, 1)),
         **more,
     )
     return Launch(function, grid, constants)

@@ -25,8 +25,8 @@ CUBIN_DIR: Traversable = files(__name__.rpartition(".")[0]) / "cubins"  # a fold
 # rows no longer than that, one would not pay for a block's start.
 MANY_WAVES = 4
 SHORT_ROW_BYTES = 32768
-# Blocks of the backward that a multiprocessor holds, kBackwardBlocks of backward.cuh; of some dtypes it holds fewer.
-RESIDENT_BLOCKS = 7
+# Threads of the backward that a multiprocessor holds, kBackwardThreads of backward.cuh; of some dtypes it holds fewer.
+RESIDENT_THREADS = 896
 REINSTALL = "Reinstall fused-logp-hub."
 _CLOSEST_FIRST = ("exact", "family", "minor")
 
@@ -126,12 +126,13 @@ class KernelRow:
         if self.blocks_per_multiprocessor is not None:
             waves = rows / (multiprocessors * self.blocks_per_multiprocessor)
             # as many rows for every block, all at once; or a block for each row, which the GPU's scheduler balances
-            at_once = waves < MANY_WAVES or row_bytes <= SHORT_ROW_BYTES
-            return -(-rows // max(1, math.ceil(waves))) if at_once else rows, 0
+            balanced = waves < MANY_WAVES or row_bytes <= SHORT_ROW_BYTES
+            return -(-rows // max(1, math.ceil(waves))) if balanced else rows, 0
         if self.tile_bytes is not None and self.max_tiles_per_block is not None:
             tiles = -(-row_bytes // self.tile_bytes)
             # as many tiles a block as let all blocks run at once
-            each = max(1, min(self.max_tiles_per_block, -(-tiles * rows // (RESIDENT_BLOCKS * multiprocessors))))
+            at_once = RESIDENT_THREADS // self.threads * multiprocessors
+            each = max(1, min(self.max_tiles_per_block, -(-tiles * rows // at_once)))
             return rows * -(-tiles // each), each
         assert self.items_per_block is not None  # the build checks that each row has its kind of grid
         return -(-rows // self.items_per_block), 0

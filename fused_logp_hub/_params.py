@@ -9,45 +9,45 @@ from __future__ import annotations
 import struct
 
 LOGP_ADDRESSES = (
-    "logits",
     "token_ids",
-    "temperature",
     "row_mask",
-    "logp",
+    "logits",
+    "temperature",
     "row_max",
     "log_sum",
     "entropy",
+    "logp",
     "grad_logp",
     "grad_entropy",
     "grad_logits",
 )
 LOGP_CONSTANTS = (
-    ("logits_rows", "qq"),
+    ("num_rows", "I"),
+    ("inner_rows", "I"),
+    ("vocab_size", "I"),
+    ("num_ids", "I"),
+    ("use_ignore_index", "B"),
+    ("token_id_bytes", "B"),
+    ("invalid_is_nan", "B"),
+    ("row_max_is_raw", "B"),
+    ("is_shard", "B"),
+    ("logp_dtype", "B"),
+    ("grad_logp_dtype", "B"),
+    ("grad_entropy_dtype", "B"),
     ("token_ids_rows", "qq"),
-    ("temperature_rows", "qq"),
-    ("grad_logp_rows", "qq"),
-    ("grad_entropy_rows", "qq"),
-    ("grad_logits_rows", "qq"),
+    ("logits_rows", "qq"),
     ("token_ids_last", "q"),
-    ("grad_logp_last", "q"),
-    ("num_rows", "q"),
-    ("inner_rows", "q"),
-    ("vocab_size", "q"),
-    ("vocab_start", "q"),
-    ("global_vocab_size", "q"),
-    ("num_ids", "q"),
     ("ignore_index", "q"),
+    ("vocab_start", "q"),
     ("inv_temperature", "d"),
-    ("use_ignore_index", "i"),
-    ("invalid_is_nan", "i"),
-    ("token_id_bytes", "i"),
-    ("row_max_is_raw", "i"),
-    ("is_shard", "i"),
-    ("logp_dtype", "i"),
-    ("grad_logp_dtype", "i"),
-    ("grad_entropy_dtype", "i"),
-    ("tiles_per_block", "i"),
-    ("unused", "i"),
+    ("tiles_per_block", "I"),
+    ("blocks_per_row", "III"),
+    ("grad_logits_rows", "qq"),
+    ("grad_logp_rows", "qq"),
+    ("grad_logp_last", "q"),
+    ("global_vocab_size", "q"),
+    ("temperature_rows", "qq"),
+    ("grad_entropy_rows", "qq"),
 )
 ROW_MASK_FIELDS = (
     ("row_indices", "Q"),
@@ -74,11 +74,20 @@ MAX_PARAMS_BYTES = LOGP.size
 DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2, "float64": 3}
 
 
-def logp_constants(**values: float | tuple[int, int]) -> bytes:
-    """The constants by name, a pair for row strides; those not given are 0."""
+def logp_constants(**values: float | tuple[int, ...]) -> bytes:
+    """The constants by name, a tuple for a nested struct; those not given are 0."""
     scalars: list[float] = []
     for name, codes in LOGP_CONSTANTS:
-        value = values.pop(name, (0, 0) if len(codes) == 2 else 0)
+        value = values.pop(name, (0,) * len(codes))
         scalars += value if isinstance(value, tuple) else (value,)
     assert not values, f"no such fields: {', '.join(values)}"
     return _LOGP_CONSTANTS.pack(*scalars)
+
+
+def divisor(value: int) -> tuple[int, int, int]:
+    """A Divisor of params.cuh: value, multiplier, shift.
+
+    Source: Granlund and Montgomery, "Division by invariant integers using multiplication", 1994, figure 4.1.
+    """
+    shift = (value - 1).bit_length()
+    return value, ((1 << 32) * ((1 << shift) - value) // value + 1) % (1 << 32), shift

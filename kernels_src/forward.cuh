@@ -40,8 +40,8 @@ constexpr int kForwardBlocks = sizeof(typename T::Bits) == 8 ? 6 : 8;
 struct Segmentation {
   u32 tiles, tiles_per_segment, segments;
 
-  __device__ __forceinline__ Segmentation(i64 vocab_size, u32 tile_columns) {
-    tiles = (static_cast<u32>(vocab_size) + tile_columns - 1) / tile_columns;
+  __device__ __forceinline__ Segmentation(u32 vocab_size, u32 tile_columns) {
+    tiles = (vocab_size + tile_columns - 1) / tile_columns;
     tiles_per_segment = (tiles + kMaxSegments - 1) / kMaxSegments;
     if (tiles_per_segment < 2) tiles_per_segment = 2;
     segments = (tiles + tiles_per_segment - 1) / tiles_per_segment;
@@ -140,6 +140,7 @@ __device__ __forceinline__ void write_row(const LogpParams& p, u32 row, const Ro
     store_statistic(p.log_sum, row, log_sum);
     store_statistic(p.entropy, row, state.entropy());
   }
+  const i64 first = static_cast<i64>(row) * p.num_ids;
 #pragma unroll 1
   for (u32 k = lane; k < p.num_ids; k += kWarp) {
     const i64 id = token_id(p, at, k);
@@ -153,7 +154,7 @@ __device__ __forceinline__ void write_row(const LogpParams& p, u32 row, const Ro
     } else if (p.invalid_is_nan && !is_ignored(p, id)) {
       logp = Math<Acc>::nan();
     }
-    store_as(p.logp, row * p.num_ids + k, p.logp_dtype, logp);
+    store_as(p.logp, first + k, p.logp_dtype, logp);
   }
 }
 
@@ -163,8 +164,9 @@ __device__ __forceinline__ void write_skipped_row(const LogpParams& p, u32 row) 
   store_statistic(p.row_max, row, Acc(0));
   store_statistic(p.log_sum, row, p.is_shard ? -Math<Acc>::infinity() : Acc(0));
   store_statistic(p.entropy, row, Acc(0));
+  const i64 first = static_cast<i64>(row) * p.num_ids;
 #pragma unroll 1
-  for (u32 k = 0; k < p.num_ids; ++k) store_as(p.logp, row * p.num_ids + k, p.logp_dtype, no_target<Acc>(p));
+  for (u32 k = 0; k < p.num_ids; ++k) store_as(p.logp, first + k, p.logp_dtype, no_target<Acc>(p));
 }
 
 // This thread's vectors of a tile.
@@ -179,14 +181,30 @@ __device__ __forceinline__ void load_tile(const RowReader<T>& reader, u32 tile, 
   else reader.template load_guarded<kAligned>(v, c, kStep);
 }
 
+// The first tile of a segment, which kernels for few rows ask for before they know that the row counts.
+template <class T, bool kAsked>
+struct FirstTile {
+  Vec16 v[kVectors<T>];
+
+  __device__ __forceinline__ FirstTile(const RowReader<T>& reader, const Segmentation& seg, u32 segment) {
+    if (kAsked && reader.shift == 0 && segment < seg.segments) load_tile<T, true>(reader, segment * seg.tiles_per_segment, v);
+  }
+};
+
 // Calls visit(tile, v) with this thread's vectors of each tile in [first, last), in order. Where registers
 // allow, the next tile is on its way meanwhile.
-template <class T, bool kAligned, class Visit>
-__device__ __forceinline__ void visit_tiles(const RowReader<T>& reader, u32 first, u32 last, Visit visit) {
+template <class T, bool kAligned, bool kAsked, class Visit>
+__device__ __forceinline__ void visit_tiles(const RowReader<T>& reader, u32 first, u32 last,
+                                            const FirstTile<T, kAsked>& ahead, Visit visit) {
   Vec16 v[kVectors<T>];
   if constexpr (kAligned && sizeof(typename T::Bits) < 8) {
     Vec16 next[kVectors<T>];
-    load_tile<T, kAligned>(reader, first, next);
+    if constexpr (kAsked) {
+#pragma unroll
+      for (int j = 0; j < kVectors<T>; ++j) next[j] = ahead.v[j];
+    } else {
+      load_tile<T, kAligned>(reader, first, next);
+    }
 #pragma unroll 1
     for (u32 tile = first; tile < last; ++tile) {
 #pragma unroll

@@ -30,7 +30,7 @@ struct TwoPassScan {
   __device__ __forceinline__ TwoPassScan(const RowReader<T>& reader, const Segmentation& seg)
       : top(-Math<Acc>::infinity()) {
     __shared__ Acc warp_top[kGroupWarps];
-    visit_tiles<T, kAligned>(reader, 0, seg.tiles, [&](u32, const auto& v) { top = Math<Acc>::max(top, T::top(v)); });
+    visit_tiles<T, kAligned>(reader, 0, seg.tiles, FirstTile<T, false>(reader, seg, 0), [&](u32, const auto& v) { top = Math<Acc>::max(top, T::top(v)); });
     top = State::warp_max(top);
     if (threadIdx.x % kWarp == 0) warp_top[threadIdx.x / kWarp] = top;
     __syncthreads();
@@ -49,14 +49,14 @@ struct TwoPassScan {
 };
 
 // Scans segments [first, last) and hands each leaf to put(segment, state), on every lane.
-template <class Scan, bool kAligned, class T, class Put>
+template <class Scan, bool kAligned, class T, class Ahead, class Put>
 __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const Segmentation& seg, u32 first,
-                                              u32 last, typename T::Acc scale, Put put) {
+                                              u32 last, typename T::Acc scale, const Ahead& ahead, Put put) {
   const Scan scan(reader, seg);
   auto state = scan.start();
   u32 segment = first;
   const u32 begin = first * seg.tiles_per_segment, end = min(last * seg.tiles_per_segment, seg.tiles);
-  visit_tiles<T, kAligned>(reader, begin, end, [&](u32 tile, const auto& v) {
+  visit_tiles<T, kAligned>(reader, begin, end, ahead, [&](u32 tile, const auto& v) {
     scan.add(state, v, scale);
     if (tile + 1 != end && tile + 1 != (segment + 1) * seg.tiles_per_segment) return;
     scan.reduce(state, scale);
@@ -66,15 +66,16 @@ __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const 
 }
 
 // The same with alignment and entropy turned into compile-time facts, once a row.
-template <template <class, bool, bool> class Scan, class T, class Put>
+template <template <class, bool, bool> class Scan, class T, class Ahead, class Put>
 __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const Segmentation& seg, u32 first,
-                                              u32 last, typename T::Acc scale, bool entropy, Put put) {
+                                              u32 last, typename T::Acc scale, bool entropy,
+                                              const Ahead& ahead, Put put) {
   if (reader.shift == 0) {
-    if (entropy) scan_segments<Scan<T, true, true>, true>(reader, seg, first, last, scale, put);
-    else scan_segments<Scan<T, true, false>, true>(reader, seg, first, last, scale, put);
+    if (entropy) scan_segments<Scan<T, true, true>, true>(reader, seg, first, last, scale, ahead, put);
+    else scan_segments<Scan<T, true, false>, true>(reader, seg, first, last, scale, ahead, put);
   } else {
-    if (entropy) scan_segments<Scan<T, false, true>, false>(reader, seg, first, last, scale, put);
-    else scan_segments<Scan<T, false, false>, false>(reader, seg, first, last, scale, put);
+    if (entropy) scan_segments<Scan<T, false, true>, false>(reader, seg, first, last, scale, ahead, put);
+    else scan_segments<Scan<T, false, false>, false>(reader, seg, first, last, scale, ahead, put);
   }
 }
 
@@ -86,22 +87,23 @@ __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   __shared__ Leaves<Acc> leaves;
   const u32 row = blockIdx.x;
   const RowIndex at(row, p.inner_rows);
+  const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
+  const Segmentation seg(p.vocab_size, kTileColumns<T>);
+  const u32 group = kGroups == 1 ? 0 : threadIdx.x / kGroup;
+  const u32 each = (seg.segments + kGroups - 1) / kGroups;
+  const u32 first = group * each;
+  const FirstTile<T, (kGroups > 1)> ahead(reader, seg, first);
   if (!is_active(p, row, at)) {
     if (threadIdx.x == 0) write_skipped_row<Acc>(p, row);
     return;
   }
-  const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
   const Acc inv_t = inverse_temperature<Acc>(p, at);
   const Acc scale = Math<Acc>::scale(inv_t);
-  const Segmentation seg(p.vocab_size, kTileColumns<T>);
   const bool writer = threadIdx.x < kWarp;
   TargetLogit<T> target;
   if (writer) target.prefetch(p, at);
-  const u32 group = kGroups == 1 ? 0 : threadIdx.x / kGroup;
-  const u32 each = (seg.segments + kGroups - 1) / kGroups;
-  const u32 first = group * each;
   if (first < seg.segments)
-    scan_segments<Scan>(reader, seg, first, min(first + each, seg.segments), scale, p.entropy != nullptr,
+    scan_segments<Scan>(reader, seg, first, min(first + each, seg.segments), scale, p.entropy != nullptr, ahead,
                         [&](u32 s, const SoftmaxState<Acc>& state) {
                           if (threadIdx.x % kWarp == 0) leaves.put(leaf_index(s), state);
                         });
@@ -120,6 +122,11 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   const u32 row = blockIdx.x / kBlocks;
   const u32 rank = cluster_rank();
   const RowIndex at(row, p.inner_rows);
+  const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
+  const Segmentation seg(p.vocab_size, kTileColumns<T>);
+  const u32 each = (seg.segments + kBlocks * kGroups - 1) / (kBlocks * kGroups);
+  const u32 first = (threadIdx.x / kGroup * kBlocks + rank) * each;
+  const FirstTile<T, true> ahead(reader, seg, first);
   if (!is_active(p, row, at)) {
     if (rank == 0 && threadIdx.x == 0) write_skipped_row<Acc>(p, row);
     return;
@@ -130,19 +137,15 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   }
   // Block 0 must be running before anyone writes into it; the wait comes before the first write.
   cluster_arrive();
-  const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
   const Acc inv_t = inverse_temperature<Acc>(p, at);
   const Acc scale = Math<Acc>::scale(inv_t);
-  const Segmentation seg(p.vocab_size, kTileColumns<T>);
   const bool writer = rank == 0 && threadIdx.x < kWarp;
   TargetLogit<T> target;
   if (writer) target.prefetch(p, at);
-  const u32 each = (seg.segments + kBlocks * kGroups - 1) / (kBlocks * kGroups);
-  const u32 first = (threadIdx.x / kGroup * kBlocks + rank) * each;
   bool waited = false;
   if (first < seg.segments)
     scan_segments<OnlineScan>(reader, seg, first, min(first + each, seg.segments), scale, p.entropy != nullptr,
-                              [&](u32 s, const SoftmaxState<Acc>& state) {
+                              ahead, [&](u32 s, const SoftmaxState<Acc>& state) {
                                 if (!waited) cluster_wait();
                                 waited = true;
                                 if (threadIdx.x % kWarp == 0)

@@ -5,6 +5,8 @@
 #include "row_mask.cuh"
 
 constexpr int kWideGroups = 4;  // with 8 the registers do not suffice
+using Steady = BackwardShape<64, 4, false>;
+using Eager = BackwardShape<128, 2, true>;
 
 #define LOGP_KERNELS(T, suffix)                                                          \
   extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)                \
@@ -23,9 +25,13 @@ constexpr int kWideGroups = 4;  // with 8 the registers do not suffice
       logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) {             \
     forward_row_per_block<TwoPassScan, T>(p);                                            \
   }                                                                                      \
-  extern "C" __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks<T>)     \
+  extern "C" __global__ void __launch_bounds__(Eager::kThreads, 512 / Eager::kThreads)   \
+      logp_backward_eager_##suffix(const __grid_constant__ LogpParams p) {               \
+    backward_block<T, Eager>(p);                                                         \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(Steady::kThreads, kBackwardThreads<T> / Steady::kThreads) \
       logp_backward_##suffix(const __grid_constant__ LogpParams p) {                     \
-    backward_block<T>(p);                                                                \
+    backward_block<T, Steady>(p);                                                        \
   }
 
 LOGP_KERNELS(BF16, bf16)

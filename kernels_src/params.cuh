@@ -15,47 +15,56 @@ struct RowStrides {
   i64 inner;
 };
 
+// n / value for n below 2^31, without a division: (n + high word of n * multiplier) >> shift.
+struct Divisor {
+  u32 value;
+  u32 multiplier;
+  u32 shift;
+};
+
+// A kernel's first look at each 64 bytes of its parameters waits for them to come from memory, so what is read before
+// the first logit stands together, in the order of use, and nothing is wider than it must be.
 struct LogpParams {
   // First the addresses: the rest stays the same from call to call.
-  const void* logits;  // the vocabulary's stride is 1
   const void* token_ids;
-  const void* temperature;  // float32, one per row; nullptr: inv_temperature holds for all
   const u8* row_mask;       // [num_rows], 0: leave the row out; nullptr: all rows
-  void* logp;               // [num_rows, num_ids], contiguous; the only output that a forward needs
+  const void* logits;       // the vocabulary's stride is 1
+  const void* temperature;  // float32, one per row; nullptr: inv_temperature holds for all
   void* row_max;            // [num_rows], float32 (float64 for float64 logits); written by the forward
   void* log_sum;            //   where not nullptr, read by the backward
   void* entropy;
+  void* logp;  // [num_rows, num_ids], contiguous; the only output that a forward needs
   // These three are the backward's.
   const void* grad_logp;
   const void* grad_entropy;  // nullptr: no gradient comes through the entropy
   void* grad_logits;         // may be the logits themselves
 
-  RowStrides logits_rows;
+  u32 num_rows;  // below 2^31, as the next two
+  u32 inner_rows;
+  u32 vocab_size;  // of these logits, so columns fit in 32 bits; offsets of rows do not
+  u32 num_ids;     // at most kMaxIds
+  u8 use_ignore_index;
+  u8 token_id_bytes;  // 4 or 8
+  u8 invalid_is_nan;  // what an id outside [0, global_vocab_size) gives: NaN, or 0
+  u8 row_max_is_raw;  // row_max is of the logits, not of logits / T: what loses no precision
+  u8 is_shard;        // the forward leaves what a merge of shards needs; see write_row
+  u8 logp_dtype;      // a DType, as the next two
+  u8 grad_logp_dtype;
+  u8 grad_entropy_dtype;
   RowStrides token_ids_rows;
-  RowStrides temperature_rows;
-  RowStrides grad_logp_rows;
-  RowStrides grad_entropy_rows;
-  RowStrides grad_logits_rows;
+  RowStrides logits_rows;
   i64 token_ids_last;  // stride between the ids of one row
-  i64 grad_logp_last;
-  i64 num_rows;
-  i64 inner_rows;
-  i64 vocab_size;         // of these logits; below 2^31, so columns fit in 32 bits; offsets of rows do not
-  i64 vocab_start;        // the first column's id; these two are 0 and vocab_size unless the logits are a shard
-  i64 global_vocab_size;  // of all shards: an id in [0, global_vocab_size) is some shard's column
-  i64 num_ids;            // at most kMaxIds
-  i64 ignore_index;       // less vocab_start
+  i64 ignore_index;    // less vocab_start
+  i64 vocab_start;     // the first column's id; 0 unless the logits are a shard
   double inv_temperature;
-  i32 use_ignore_index;
-  i32 invalid_is_nan;  // what an id outside [0, global_vocab_size) gives: NaN, or 0
-  i32 token_id_bytes;  // 4 or 8
-  i32 row_max_is_raw;  // row_max is of the logits, not of logits / T: what loses no precision
-  i32 is_shard;        // the forward leaves what a merge of shards needs; see write_row
-  i32 logp_dtype;      // a DType, as the next two
-  i32 grad_logp_dtype;
-  i32 grad_entropy_dtype;
-  i32 tiles_per_block;  // consecutive tiles of one row that a block of the backward takes
-  i32 unused;
+  u32 tiles_per_block;  // consecutive tiles of one row that a block of the backward takes
+  Divisor blocks_per_row;
+  RowStrides grad_logits_rows;
+  RowStrides grad_logp_rows;
+  i64 grad_logp_last;
+  i64 global_vocab_size;  // of all shards: an id in [0, global_vocab_size) is some shard's column
+  RowStrides temperature_rows;
+  RowStrides grad_entropy_rows;
 };
 
 struct RowMaskParams {

@@ -13,10 +13,15 @@ struct RowReader {
   u32 vocab_size;
   u32 shift;  // bytes by which (row + c) lies behind a 16-byte boundary, for every c this reader is asked for
 
-  __device__ __forceinline__ RowReader(const void* row_start, i64 vocab_size, u32 first_column = 0)
-      : row(static_cast<const typename T::Bits*>(row_start)),
-        vocab_size(static_cast<u32>(vocab_size)),
-        shift(static_cast<u32>(reinterpret_cast<u64>(row + first_column)) & 15u) {}
+  __device__ __forceinline__ RowReader(const void* row_start, u32 vocab_size)
+      : row(static_cast<const typename T::Bits*>(row_start)), vocab_size(vocab_size) {
+    start_at(0);
+  }
+
+  // From then on it is asked for columns first_column + n * kVec.
+  __device__ __forceinline__ void start_at(u32 first_column) {
+    shift = static_cast<u32>(reinterpret_cast<u64>(row + first_column)) & 15u;
+  }
 
   template <bool kAligned>
   __device__ __forceinline__ Vec16 load(u32 c) const {

@@ -2,14 +2,15 @@
 #pragma once
 #include "numeric.cuh"
 
+__device__ __forceinline__ u32 divide(u32 n, const Divisor& d) { return (n + __umulhi(n, d.multiplier)) >> d.shift; }
+
 struct RowIndex {
   u32 outer, inner;  // num_rows < 2^31
 
-  __device__ __forceinline__ RowIndex(u32 row, i64 inner_rows) : outer(0), inner(row) {
-    const u32 size = static_cast<u32>(inner_rows);
-    if (row < size) return;  // one leading dimension, the usual case: no division
-    outer = row / size;
-    inner = row - outer * size;
+  __device__ __forceinline__ RowIndex(u32 row, u32 inner_rows) : outer(0), inner(row) {
+    if (row < inner_rows) return;  // one leading dimension, the usual case: no division
+    outer = row / inner_rows;
+    inner = row - outer * inner_rows;
   }
 
   __device__ __forceinline__ i64 offset(const RowStrides& s) const {

@@ -61,10 +61,10 @@ struct TmaShared {
 // of the ids is paid once in 32 rows: before, each lane calls look(row, active) for its own row of the 32.
 template <class Look, class Visit>
 __device__ __forceinline__ void for_each_row(const LogpParams& p, Look look, Visit visit) {
-  const u32 step = gridDim.x, num_rows = static_cast<u32>(p.num_rows);
-  for (u32 base = blockIdx.x; base < num_rows; base += kWarp * step) {
+  const u32 step = gridDim.x;
+  for (u32 base = blockIdx.x; base < p.num_rows; base += kWarp * step) {
     const u32 mine = base + (threadIdx.x % kWarp) * step;
-    const bool exists = mine < num_rows;
+    const bool exists = mine < p.num_rows;
     const bool active = exists && is_active(p, mine, RowIndex(mine, p.inner_rows));
     if (exists) look(mine, active);
     for (u32 left = __ballot_sync(~0u, active); left != 0; left &= left - 1) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void for_each_row(const LogpParams& p, Look look, Vis
 template <class T>
 __device__ __forceinline__ void produce(const LogpParams& p, Ring<kStages>& ring, char* stages) {
   const u32 tiles = Segmentation(p.vocab_size, kTileColumns<T>).tiles;
-  const i64 row_bytes = (p.vocab_size * static_cast<i64>(sizeof(typename T::Bits))) & ~15ll;
+  const i64 row_bytes = (static_cast<i64>(p.vocab_size) * static_cast<i64>(sizeof(typename T::Bits))) & ~15ll;
   RingCursor<kStages> stage(ring);
   for_each_row(
       p, [](u32, bool) {},
@@ -111,7 +111,7 @@ __device__ __forceinline__ SoftmaxState<typename T::Acc> consume_segment(const L
     const Vec16* source = reinterpret_cast<const Vec16*>(stages + stage.at * kTileBytes<T>) + threadIdx.x;
     Vec16 v[kVectors<T>];
     stage.wait_full();
-    if (begin + kTileColumns<T> <= static_cast<u32>(p.vocab_size)) {
+    if (begin + kTileColumns<T> <= p.vocab_size) {
 #pragma unroll
       for (int j = 0; j < kVectors<T>; ++j) v[j] = source[j * kGroup];
     } else {

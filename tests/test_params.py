@@ -15,6 +15,7 @@ HEADER = Path(__file__).resolve().parent.parent / "kernels_src" / "params.cuh"
 SIZES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8, "u8": 1, "double": 8, "float": 4}
 # struct's codes that Python may pack for each, one a scalar.
 CODES = {
+    "u8": "B",
     "i32": "i",
     "u32": "I",
     "i64": "q",
@@ -122,9 +123,9 @@ def test_the_buffer_holds_every_struct():
 
 
 def test_limits_that_kernels_and_python_share(header):
-    """Ids a row, the size of shared arrays; the blocks of a backward that run at once."""
+    """Ids a row, the size of shared arrays; the threads of a backward that run at once."""
     from fused_logp_hub import _checks, _manifest
 
     sources = "".join(path.read_text(encoding="utf-8") for path in sorted(HEADER.parent.glob("*.cuh")))
     assert int(re.search(r"kMaxIds = (\d+);", sources)[1]) == _checks.MAX_IDS
-    assert int(re.search(r"kBackwardBlocks =[^;]*: (\d+);", sources)[1]) == _manifest.RESIDENT_BLOCKS
+    assert int(re.search(r"kBackwardThreads =[^;]*: (\d+);", sources)[1]) == _manifest.RESIDENT_THREADS
