@@ -132,13 +132,12 @@ def fused_logp_out(
     kernel = _selection.resolve(kernel)
     problem = _call.make_problem(logits, token_ids, row_indices, row_mask, temperature, ignore_index, on_invalid)
     _checks.no_autograd("logits", logits)
-    tail = token_ids.shape[logits.dim() - 1 :]
-    _outputs.output("out", out, logits, _checks.FLOAT_DTYPES, tail)
-    statistic = (problem.spec.dtype,)
+    spec = problem.spec
+    _outputs.output("out", out, spec.ids_shape, logits, _checks.FLOAT_DTYPES)
     written = [out]
     for name, tensor in (("row_max", row_max), ("log_sum", log_sum), ("entropy", entropy)):
         if tensor is not None:
-            _outputs.output(name, tensor, logits, statistic)
+            _outputs.output(name, tensor, spec.leading, logits, (spec.dtype,))
             written.append(tensor)
     for tensor in written:
         increment_version(tensor)

@@ -42,7 +42,7 @@ def merge_mask(row_indices: Tensor, row_mask: Tensor | None, logits: Tensor) -> 
     _checks.tensor("logits", logits)
     _checks.row_indices(row_indices, logits)
     if row_mask is not None:
-        _checks.leading_tensor("row_mask", row_mask, logits, (torch.bool,))
+        _checks.shaped_tensor("row_mask", row_mask, logits.shape[:-1], logits, (torch.bool,))
     leading = logits.shape[:-1]
     make = _ops.row_mask_from_indices if is_plain(logits) else _library.row_mask_from_indices
     mask = make(row_indices, leading.numel()).view(leading)
@@ -117,17 +117,17 @@ def backward(
     grad_logits: Tensor | None,
 ) -> Tensor:
     """The gradient at the logits into ``grad_logits``, by default new memory; raw as in `_ops.backward`."""
-    logits, token_ids = problem.logits, problem.token_ids
-    _checks.leading_tensor("grad_logp", grad_logp, logits, _checks.FLOAT_DTYPES, token_ids.shape[logits.dim() - 1 :])
+    logits, spec = problem.logits, problem.spec
+    _checks.shaped_tensor("grad_logp", grad_logp, spec.ids_shape, logits, _checks.FLOAT_DTYPES)
     _checks.no_autograd("grad_logp", grad_logp)
     _checks.no_autograd("logits", logits)
-    row_max = _checks.statistic("row_max", row_max, logits)
-    log_sum = _checks.statistic("log_sum", log_sum, logits)
+    row_max = _checks.statistic("row_max", row_max, problem)
+    log_sum = _checks.statistic("log_sum", log_sum, problem)
     if (entropy is None) != (grad_entropy is None):
         raise ArgumentError("grad_entropy: expected both entropy and grad_entropy or neither, got one. Pass both.")
     if entropy is not None and grad_entropy is not None:
-        entropy = _checks.statistic("entropy", entropy, logits)
-        _checks.leading_tensor("grad_entropy", grad_entropy, logits, _checks.FLOAT_DTYPES)
+        entropy = _checks.statistic("entropy", entropy, problem)
+        _checks.shaped_tensor("grad_entropy", grad_entropy, spec.leading, logits, _checks.FLOAT_DTYPES)
     if grad_logits is None:
         grad_logits = (_memory.empty_grad if is_plain(logits) else _memory.like)(logits)
     else:

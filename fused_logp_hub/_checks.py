@@ -150,14 +150,13 @@ def same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
         )
 
 
-def leading_tensor(
-    name: str, value: Tensor, logits: Tensor, dtypes: Sequence[torch.dtype], tail: Sequence[int] = ()
+def shaped_tensor(
+    name: str, value: Tensor, shape: Sequence[int], logits: Tensor, dtypes: Sequence[torch.dtype]
 ) -> None:
-    """ArgumentError unless the tensor is [..., *tail] over the logits' leading dimensions, on their device."""
-    expected = (*logits.shape[:-1], *tail)
+    """ArgumentError unless the tensor has that shape, made of the logits' leading one, and lies on their device."""
     tensor(name, value)
-    if value.shape != expected:
-        raise ArgumentError(f"{name}: expected shape {list(expected)}, got {list(value.shape)}. Match the logits.")
+    if value.shape != shape:
+        raise ArgumentError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}. Match the logits.")
     if value.dtype not in dtypes:
         raise ArgumentError(f"{name}: expected dtype {_names(dtypes)}, got {value.dtype}. Cast it.")
     same_device(name, value, logits)
@@ -218,7 +217,7 @@ def _index(name: str, value: Any) -> int:
 
 
 def _flat_mask(mask: Tensor, logits: Tensor) -> Tensor:
-    leading_tensor("row_mask", mask, logits, (torch.bool,))
+    shaped_tensor("row_mask", mask, logits.shape[:-1], logits, (torch.bool,))
     return mask.reshape(-1).contiguous()
 
 
@@ -227,7 +226,7 @@ def _temperature_rows(temperature: Tensor, logits: Tensor) -> Tensor:
         raise ArgumentError("temperature: expected a constant, got requires_grad=True. Detach it.")
     if temperature.dim() == 0:
         temperature = temperature.expand(logits.shape[:-1])
-    leading_tensor("temperature", temperature, logits, (torch.float32,))
+    shaped_tensor("temperature", temperature, logits.shape[:-1], logits, (torch.float32,))
     return temperature
 
 
@@ -257,7 +256,7 @@ def _raise_on_invalid(problem: Problem) -> None:
     )
 
 
-def statistic(name: str, tensor: Tensor, logits: Tensor) -> Tensor:
+def statistic(name: str, tensor: Tensor, problem: Problem) -> Tensor:
     """A saved statistic [...], contiguous."""
-    leading_tensor(name, tensor, logits, (accumulation_dtype(logits.dtype),))
+    shaped_tensor(name, tensor, problem.spec.leading, problem.logits, (problem.spec.dtype,))
     return tensor.contiguous()

@@ -34,9 +34,11 @@ _libraries: dict[str, Any] = {}  # by checksum
 _libcuda: ctypes.CDLL | None = None
 
 
-# CUlaunchConfig: grid, block and dynamic shared memory; the stream; attributes, of which there are none.
+# CUlaunchConfig: the grid's first dimension, which varies; its others, the block and dynamic shared memory, packed once
+# a kernel; the stream; no attributes.
 # cuLaunchKernelEx takes it as one argument, which ctypes converts faster than cuLaunchKernel's eleven.
-_CONFIG = struct.Struct("@7I4xQQI4x")
+_SHAPE = struct.Struct("@6I")
+_CONFIG = struct.Struct(f"@I{_SHAPE.size}s4xQ16x")
 
 
 class _Buffers:
@@ -129,21 +131,20 @@ def active_devices() -> list[int]:
 class Function:
     """A kernel that is ready to launch on one device."""
 
-    __slots__ = ("device", "handle", "kernel", "shared_memory", "threads")
+    __slots__ = ("device", "handle", "kernel", "shape")
 
     def __init__(self, device: Device, kernel: KernelRow, handle: int) -> None:
         self.device = device
         self.kernel = kernel
         self.handle = handle
-        self.threads = kernel.threads
-        self.shared_memory = kernel.shared_memory
+        self.shape = _SHAPE.pack(1, 1, kernel.threads, 1, 1, kernel.shared_memory)
 
     def launch(self, grid: int, stream: int, layout: struct.Struct, values: Sequence[Any]) -> None:
         """Pack the parameters and launch on a raw stream of this device; DriverError names the symbol."""
         library = _libcuda or libcuda()  # None in a forked child, where libcuda() raises
         arguments = _arguments.buffers
         layout.pack_into(arguments.buffer, 0, *values)
-        _CONFIG.pack_into(arguments.config, 0, grid, 1, 1, self.threads, 1, 1, self.shared_memory, stream, 0, 0)
+        _CONFIG.pack_into(arguments.config, 0, grid, self.shape, stream)
         library.cuCtxGetCurrent(arguments.current_address)
         if arguments.current.value == self.device.context:
             status = self._launch(library, arguments)

@@ -25,7 +25,7 @@ CUBIN_DIR: Traversable = files(__name__.rpartition(".")[0]) / "cubins"  # a fold
 # rows no longer than that, one would not pay for a block's start.
 MANY_WAVES = 4
 SHORT_ROW_BYTES = 32768
-# Threads of the backward that a multiprocessor holds, kBackwardThreads of backward.cuh; of some dtypes it holds fewer.
+# Threads of a backward that a multiprocessor holds, 14 blocks of generic.cu's 64; of some dtypes it holds fewer.
 RESIDENT_THREADS = 896
 REINSTALL = "Reinstall fused-logp-hub."
 _CLOSEST_FIRST = ("exact", "family", "minor")

@@ -99,10 +99,10 @@ def _backward_cuda(
     grad_logits: Tensor,
 ) -> None:
     problem = problem.readable()
-    leading = problem.logits.shape[:-1]
-    if len(leading) + 1 == grad_logits.dim():
+    if problem.logits.dim() == grad_logits.dim():
         _launch.backward(problem, *statistics, raw, grad_logp, grad_entropy, grad_logits)
         return
+    leading = problem.logits.shape[:-1]
     grad_entropy = None if grad_entropy is None else grad_entropy.reshape(leading)
     target = _over(grad_logits, leading)
     grad_logp = grad_logp.reshape(problem.token_ids.shape)

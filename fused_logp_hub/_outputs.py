@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_logp_hub._checks import leading_tensor, no_autograd, same_device, tensor
+from fused_logp_hub._checks import no_autograd, same_device, shaped_tensor, tensor
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._problem import copy_reason
 
 
-def output(name: str, value: Tensor, logits: Tensor, dtypes: Sequence[torch.dtype], tail: Sequence[int] = ()) -> None:
-    """As leading_tensor, for a tensor that is written: contiguous and free of autograd."""
-    leading_tensor(name, value, logits, dtypes, tail)
+def output(name: str, value: Tensor, shape: Sequence[int], logits: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """As shaped_tensor, for a tensor that is written: contiguous and free of autograd."""
+    shaped_tensor(name, value, shape, logits, dtypes)
     if not value.is_contiguous():
         raise ArgumentError(f"{name}: expected a contiguous tensor, got strides {value.stride()}. Allocate it so.")
     no_autograd(name, value)
@@ -77,13 +77,15 @@ def grad_logits(out: Tensor, logits: Tensor) -> None:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """First byte and one past the last."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _rows_apart(tensor: Tensor) -> bool:
-    if tensor.numel() == 0:
-        return True  # whatever its strides
+    if tensor.is_contiguous():  # as an empty one is, whatever its strides
+        return True
     extent = tensor.shape[-1]
     for stride, size in sorted(zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)):
         if size == 1:

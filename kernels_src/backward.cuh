@@ -26,16 +26,6 @@ struct BackwardShape {
   static constexpr bool kEager = kEager_;
   static constexpr u32 kTileVectors = kThreads * kVectors;
 };
-// Resident threads a multiprocessor that the register budget is set for. float64 needs more registers, and on all
-// architectures but 9.0 the compiler does for float32.
-#if __CUDA_ARCH__ == 900
-constexpr int kBackwardThreadsF32 = 896;
-#else
-constexpr int kBackwardThreadsF32 = 768;
-#endif
-template <class T>
-constexpr int kBackwardThreads =
-    sizeof(typename T::Bits) == 8 ? 512 : sizeof(typename T::Bits) == 4 ? kBackwardThreadsF32 : 896;
 
 template <class T>
 struct RowGradient {

@@ -10,10 +10,11 @@ template <class T>
 constexpr int kClusterGroups = sizeof(typename T::Bits) == 8 ? 4 : 6;
 #endif
 
-#define LOGP_KERNEL(T, suffix, blocks, groups)                                                                  \
-  extern "C" __global__ void __cluster_dims__(blocks) __launch_bounds__(groups * kGroup, kClusterGroups<T> / groups) \
-      logp_forward_cluster##blocks##x##groups##_##suffix(const __grid_constant__ LogpParams p) {                            \
-    forward_row_per_cluster<T, blocks, groups>(p);                                                              \
+#define LOGP_KERNEL(T, suffix, blocks, groups)                                                   \
+  extern "C" __global__ void __cluster_dims__(blocks)                                            \
+      __launch_bounds__(groups * kGroup, kClusterGroups<T> / groups)                             \
+          logp_forward_cluster##blocks##x##groups##_##suffix(const __grid_constant__ LogpParams p) { \
+    forward_row_per_cluster<T, blocks, groups>(p);                                               \
   }
 #define LOGP_KERNELS(T, suffix) \
   LOGP_KERNEL(T, suffix, 8, 2)  \

@@ -181,30 +181,30 @@ __device__ __forceinline__ void load_tile(const RowReader<T>& reader, u32 tile, 
   else reader.template load_guarded<kAligned>(v, c, kStep);
 }
 
-// The first tile of a segment, which kernels for few rows ask for before they know that the row counts.
-template <class T, bool kAsked>
+// This thread's vectors of the first tile it scans. An eager kernel asks for them before it knows that the row counts:
+// that saves one latency of three, and reads in vain where the row does not: for few rows, where latency is all
+// there is.
+template <class T, bool kEager>
 struct FirstTile {
   Vec16 v[kVectors<T>];
 
   __device__ __forceinline__ FirstTile(const RowReader<T>& reader, const Segmentation& seg, u32 segment) {
-    if (kAsked && reader.shift == 0 && segment < seg.segments) load_tile<T, true>(reader, segment * seg.tiles_per_segment, v);
+    if (kEager && reader.shift == 0 && segment < seg.segments)
+      load_tile<T, true>(reader, segment * seg.tiles_per_segment, v);
   }
 };
 
 // Calls visit(tile, v) with this thread's vectors of each tile in [first, last), in order. Where registers
 // allow, the next tile is on its way meanwhile.
-template <class T, bool kAligned, bool kAsked, class Visit>
+template <class T, bool kAligned, bool kEager, class Visit>
 __device__ __forceinline__ void visit_tiles(const RowReader<T>& reader, u32 first, u32 last,
-                                            const FirstTile<T, kAsked>& ahead, Visit visit) {
+                                            const FirstTile<T, kEager>& ahead, Visit visit) {
   Vec16 v[kVectors<T>];
   if constexpr (kAligned && sizeof(typename T::Bits) < 8) {
     Vec16 next[kVectors<T>];
-    if constexpr (kAsked) {
 #pragma unroll
-      for (int j = 0; j < kVectors<T>; ++j) next[j] = ahead.v[j];
-    } else {
-      load_tile<T, kAligned>(reader, first, next);
-    }
+    for (int j = 0; j < kVectors<T>; ++j) next[j] = ahead.v[j];
+    if (!kEager) load_tile<T, kAligned>(reader, first, next);
 #pragma unroll 1
     for (u32 tile = first; tile < last; ++tile) {
 #pragma unroll

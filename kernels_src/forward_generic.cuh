@@ -30,7 +30,8 @@ struct TwoPassScan {
   __device__ __forceinline__ TwoPassScan(const RowReader<T>& reader, const Segmentation& seg)
       : top(-Math<Acc>::infinity()) {
     __shared__ Acc warp_top[kGroupWarps];
-    visit_tiles<T, kAligned>(reader, 0, seg.tiles, FirstTile<T, false>(reader, seg, 0), [&](u32, const auto& v) { top = Math<Acc>::max(top, T::top(v)); });
+    visit_tiles<T, kAligned>(reader, 0, seg.tiles, FirstTile<T, false>(reader, seg, 0),
+                             [&](u32, const auto& v) { top = Math<Acc>::max(top, T::top(v)); });
     top = State::warp_max(top);
     if (threadIdx.x % kWarp == 0) warp_top[threadIdx.x / kWarp] = top;
     __syncthreads();

@@ -5,33 +5,44 @@
 #include "row_mask.cuh"
 
 constexpr int kWideGroups = 4;  // with 8 the registers do not suffice
+// Small blocks come and go without leaving gaps in the stream of reads and writes.
 using Steady = BackwardShape<64, 4, false>;
 using Eager = BackwardShape<128, 2, true>;
+// Resident blocks a multiprocessor that the register budget is set for. float64 needs more registers, and on all
+// architectures but 9.0 the compiler does for float32.
+#if __CUDA_ARCH__ == 900
+constexpr int kBackwardBlocksF32 = 14;
+#else
+constexpr int kBackwardBlocksF32 = 12;
+#endif
+template <class T>
+constexpr int kBackwardBlocks =
+    sizeof(typename T::Bits) == 8 ? 8 : sizeof(typename T::Bits) == 4 ? kBackwardBlocksF32 : 14;
 
-#define LOGP_KERNELS(T, suffix)                                                          \
-  extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)                \
-      logp_forward_online_##suffix(const __grid_constant__ LogpParams p) {               \
-    forward_row_per_block<OnlineScan, T>(p);                                             \
-  }                                                                                      \
-  extern "C" __global__ void __launch_bounds__(kWideGroups * kGroup, 1)                  \
-      logp_forward_wide_##suffix(const __grid_constant__ LogpParams p) {                 \
-    forward_row_per_block<OnlineScan, T, kWideGroups>(p);                                \
-  }                                                                                      \
-  extern "C" __global__ void __launch_bounds__(kGroup, kWarpBlocks<T>)                   \
-      logp_forward_warp_##suffix(const __grid_constant__ LogpParams p) {                 \
-    forward_row_per_warp<T>(p);                                                          \
-  }                                                                                      \
-  extern "C" __global__ void __launch_bounds__(kGroup, 4)                                \
-      logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) {             \
-    forward_row_per_block<TwoPassScan, T>(p);                                            \
-  }                                                                                      \
-  extern "C" __global__ void __launch_bounds__(Eager::kThreads, 512 / Eager::kThreads)   \
-      logp_backward_eager_##suffix(const __grid_constant__ LogpParams p) {               \
-    backward_block<T, Eager>(p);                                                         \
-  }                                                                                      \
-  extern "C" __global__ void __launch_bounds__(Steady::kThreads, kBackwardThreads<T> / Steady::kThreads) \
-      logp_backward_##suffix(const __grid_constant__ LogpParams p) {                     \
-    backward_block<T, Steady>(p);                                                        \
+#define LOGP_KERNELS(T, suffix)                                                                      \
+  extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)                            \
+      logp_forward_online_##suffix(const __grid_constant__ LogpParams p) {                           \
+    forward_row_per_block<OnlineScan, T>(p);                                                         \
+  }                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kWideGroups * kGroup, 1)                              \
+      logp_forward_wide_##suffix(const __grid_constant__ LogpParams p) {                             \
+    forward_row_per_block<OnlineScan, T, kWideGroups>(p);                                            \
+  }                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kGroup, kWarpBlocks<T>)                               \
+      logp_forward_warp_##suffix(const __grid_constant__ LogpParams p) {                             \
+    forward_row_per_warp<T>(p);                                                                      \
+  }                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kGroup, 4)                                            \
+      logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) {                         \
+    forward_row_per_block<TwoPassScan, T>(p);                                                        \
+  }                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(Eager::kThreads, 512 / Eager::kThreads)               \
+      logp_backward_eager_##suffix(const __grid_constant__ LogpParams p) {                           \
+    backward_block<T, Eager>(p);                                                                     \
+  }                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(Steady::kThreads, kBackwardBlocks<T>)                 \
+      logp_backward_##suffix(const __grid_constant__ LogpParams p) {                                 \
+    backward_block<T, Steady>(p);                                                                    \
   }
 
 LOGP_KERNELS(BF16, bf16)

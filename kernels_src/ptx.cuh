@@ -122,6 +122,7 @@ __device__ __forceinline__ u32 cluster_rank() {
   return r;
 }
 
+// Releases nothing: what others wait for is barriers, which fence_mbarrier_init has released already.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

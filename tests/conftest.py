@@ -102,7 +102,10 @@ def ran(monkeypatch):
 
 @pytest.fixture
 def only_kernel(monkeypatch):
-    """Call it with a symbol's middle part: the selector then knows that forward alone, for rows of any size."""
+    """Call it with a symbol's middle part: the selector then knows that forward alone, for rows of any size.
+
+    Likewise the backward, by its symbol without the dtype.
+    """
     from dataclasses import replace
 
     from support.kernels import forget_launches
@@ -111,9 +114,12 @@ def only_kernel(monkeypatch):
 
     shipped = _manifest.shipped()
 
-    def keep(part):
+    def keep(part, backward="logp_backward"):
+        wanted = {"logp_forward": f"logp_forward_{part}", "logp_backward": backward}
         kept = tuple(
-            replace(k, meant_for=None) for k in shipped.kernels if k.op != "logp_forward" or f"_{part}_" in k.symbol
+            replace(k, meant_for=None)
+            for k in shipped.kernels
+            if k.op not in wanted or k.symbol.rsplit("_", 1)[0] == wanted[k.op]
         )
         assert {k.op for k in kept} == {k.op for k in shipped.kernels}
         reduced = replace(shipped, kernels=kept)

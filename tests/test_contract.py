@@ -63,7 +63,7 @@ class Run:
 def make_run(request):
     def make(case: Case, dtype: torch.dtype, variant: Variant) -> Run:
         if variant.only:
-            request.getfixturevalue("only_kernel")(variant.only)
+            request.getfixturevalue("only_kernel")(variant.only, *variant.backward)
         return Run(case, dtype, variant)
 
     return make

@@ -227,8 +227,11 @@ def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran):
 
 
 @pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
-def test_a_gradient_does_not_depend_on_where_its_id_lies(dtype):
-    """Each column is some row's id, in rows of gradients at every alignment: heads, vectors and tails alike."""
+def test_a_gradient_does_not_depend_on_where_its_id_lies(dtype, only_kernel, ran):
+    """Each column is some row's id, in rows of gradients at every alignment: heads, vectors and tails alike.
+
+    Nor does it depend on which backward runs.
+    """
     torch.manual_seed(0)
     v = 307
     x, ids = torch.randn(v, v, device="cuda").to(dtype), torch.arange(v, device="cuda")
@@ -238,11 +241,14 @@ def test_a_gradient_does_not_depend_on_where_its_id_lies(dtype):
     store = torch.empty(v, v + -v % 8, device="cuda", dtype=dtype)
     expected = fused_logp_backward_out(g, x, ids, **given, grad_logits=store[:, :v]).clone()
     assert_gradient(expected, backward64(g, h, x, ids), dtype)
-    for offset in range(16 // dtype.itemsize):
-        to = torch.empty(offset + v * v, device="cuda", dtype=dtype)[offset:].view(v, v)
-        assert same_bits(fused_logp_backward_out(g, x, ids, **given, grad_logits=to), expected)
-        to.copy_(x)
-        assert same_bits(fused_logp_backward_out(g, to, ids, **given, grad_logits=to), expected), "in place"
+    for backward in AUTO.backward:
+        only_kernel("online", backward)
+        for offset in range(16 // dtype.itemsize):
+            to = torch.empty(offset + v * v, device="cuda", dtype=dtype)[offset:].view(v, v)
+            assert same_bits(fused_logp_backward_out(g, x, ids, **given, grad_logits=to), expected)
+            to.copy_(x)
+            assert same_bits(fused_logp_backward_out(g, to, ids, **given, grad_logits=to), expected), "in place"
+        assert ran[-1] == f"{backward}_{SUFFIX[dtype]}"
 
 
 def test_more_rows_a_block_than_it_looks_ahead(ran):

@@ -110,6 +110,19 @@ def test_constants_are_packed_by_name():
         _params.logp_constants(num_columns=1)
 
 
+@pytest.mark.parametrize("value", [*range(1, 70), 127, 128, 1000, 65537, 2**30 + 1, 2**31 - 1])
+def test_divisor(value):
+    """What `divide` in row.cuh computes from it, in 32 bits, is the quotient of every number below 2^31."""
+    given, multiplier, shift = _params.divisor(value)
+    assert given == value
+    assert 0 <= multiplier < 2**32
+    multiples = (k * value + d for k in (0, 1, 2, 3, 1000, (2**31 - 1) // value) for d in (-1, 0, 1))
+    for n in (n for n in (*multiples, 2**31 - 1) if 0 <= n < 2**31):
+        total = n + (n * multiplier >> 32)
+        assert total < 2**32
+        assert total >> shift == n // value
+
+
 def test_dtype_codes(header):
     enum = re.search(r"enum DType : i32 \{(.*?)\}", header)[1]
     codes = {name.strip()[1:].lower(): int(value) for name, value in (item.split("=") for item in enum.split(","))}
@@ -126,6 +139,8 @@ def test_limits_that_kernels_and_python_share(header):
     """Ids a row, the size of shared arrays; the threads of a backward that run at once."""
     from fused_logp_hub import _checks, _manifest
 
-    sources = "".join(path.read_text(encoding="utf-8") for path in sorted(HEADER.parent.glob("*.cuh")))
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted(HEADER.parent.glob("*.cu*")))
     assert int(re.search(r"kMaxIds = (\d+);", sources)[1]) == _checks.MAX_IDS
-    assert int(re.search(r"kBackwardThreads =[^;]*: (\d+);", sources)[1]) == _manifest.RESIDENT_THREADS
+    blocks = int(re.search(r"kBackwardBlocks =[^;]*: (\d+);", sources)[1])
+    threads = int(re.search(r"Steady = BackwardShape<(\d+),", sources)[1])
+    assert blocks * threads == _manifest.RESIDENT_THREADS

@@ -139,7 +139,7 @@ def fits(variant, x):
 @pytest.fixture(params=[pytest.param(v, marks=v.marks, id=str(v)) for v in VARIANTS])
 def variant(request):
     if request.param.only:
-        request.getfixturevalue("only_kernel")(request.param.only)
+        request.getfixturevalue("only_kernel")(request.param.only, *request.param.backward)
     return request.param
 
 

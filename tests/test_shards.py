@@ -48,7 +48,7 @@ def gradients(shards, ids, kwargs, vocab_size, rows: MergedStatistics, g, h=None
 @pytest.mark.parametrize(("case", "dtype", "variant"), grid())
 def test_the_contract_holds(case, dtype, variant, request, ran):
     if variant.only:
-        request.getfixturevalue("only_kernel")(variant.only)
+        request.getfixturevalue("only_kernel")(variant.only, *variant.backward)
     logits, ids, kwargs = case.build(variant.device, dtype)
     vocab_size = logits.shape[-1]
     shards = cut(logits, SHARDS, aligned=variant.aligned)
@@ -240,7 +240,7 @@ def test_a_large_shift_costs_nothing(device):
 def test_agrees_with_the_whole(variant, temperature, request, ran):
     """Logp and gradients of many rows, to 1e-5 of fused_logp by the same kernel."""
     if variant.only:
-        request.getfixturevalue("only_kernel")(variant.only)
+        request.getfixturevalue("only_kernel")(variant.only, *variant.backward)
     torch.manual_seed(0)
     n, v = (300, 128256) if variant.device == "cuda" else (8, 5000)
     logits = torch.randn(n, v, device=variant.device, dtype=torch.bfloat16).mul_(3).requires_grad_()

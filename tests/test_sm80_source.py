@@ -37,9 +37,9 @@ def ptx(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def only_sm80_source(ptx, only_kernel, part, monkeypatch):
-    """The package as if it shipped that PTX and nothing else, with one forward, for any rows."""
-    only_kernel(part)
+def only_sm80_source(ptx, only_kernel, part, backward, monkeypatch):
+    """The package as if it shipped that PTX and nothing else, with one forward and one backward, for any rows."""
+    only_kernel(part, backward)
     shipped, data = _manifest.shipped(), ptx.read_bytes()
     code = replace(
         next(c for c in shipped.cubins if c.arch == "sm_80"),
@@ -66,8 +66,11 @@ def test_ptx_has_no_instruction_of_a_later_architecture(ptx):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("vocab_size", [1000, 1027, 50257])  # aligned rows; rows at every alignment; many tiles
-@pytest.mark.parametrize("part", ["online", "two_pass", "warp", "wide"])
-def test_contract(only_sm80_source, ran, dtype, vocab_size, part):
+@pytest.mark.parametrize(
+    ("part", "backward"),
+    [(part, "logp_backward") for part in ("online", "two_pass", "warp")] + [("wide", "logp_backward_eager")],
+)
+def test_contract(only_sm80_source, ran, dtype, vocab_size, part, backward):
     stride = vocab_size + (-vocab_size % 8 if part == "warp" else 0)  # which needs aligned rows
     logits = torch.randn(9, stride, device="cuda").to(dtype)[:, :vocab_size].requires_grad_()
     ids = torch.randint(vocab_size, (9,), device="cuda")
@@ -80,4 +83,4 @@ def test_contract(only_sm80_source, ran, dtype, vocab_size, part):
     g = torch.randn(9, device="cuda")
     (grad,) = torch.autograd.grad(logp, logits, g)
     assert_gradient(grad, backward64(g, None, logits.detach(), ids, temperature=0.7), dtype)
-    assert [s.rsplit("_", 1)[0] for s in ran] == [f"logp_forward_{part}", "logp_backward"]
+    assert [s.rsplit("_", 1)[0] for s in ran] == [f"logp_forward_{part}", backward]

@@ -29,6 +29,8 @@ class Variant:
     forward: tuple[str, ...] = ()
     only: str | None = None
     """The one forward that the selector then knows, whatever rows it is meant for, by its symbol's middle part."""
+    backward: tuple[str, ...] = ("logp_backward", "logp_backward_eager")
+    """The backwards that may run, by their symbols without the dtype; with ``only`` the one that is known."""
     aligned: bool = False
     """It needs every row on a 16-byte boundary."""
     hopper: bool = False
@@ -56,8 +58,10 @@ VARIANTS = [
     Variant("cpu", "auto"),
     Variant("cuda", "reference"),
     AUTO,
-    *(Variant("cuda", "online", (part,), only=part) for part in ("online", "wide", *CLUSTERS)),
-    Variant("cuda", "online", ("warp",), only="warp", aligned=True),
+    Variant("cuda", "online", ("online",), only="online", backward=("logp_backward",)),
+    Variant("cuda", "online", ("wide",), only="wide", backward=("logp_backward_eager",)),
+    *(Variant("cuda", "online", (part,), only=part, backward=("logp_backward_eager",)) for part in CLUSTERS),
+    Variant("cuda", "online", ("warp",), only="warp", backward=("logp_backward",), aligned=True),
     Variant("cuda", "two_pass", ("two_pass",)),
     TMA,
 ]
@@ -76,4 +80,5 @@ def assert_ran(symbols: list[str], variant: Variant, dtype: torch.dtype, *, forw
     logp = [s for s in symbols if s.startswith("logp_")]
     allowed = {f"logp_forward_{part}_{SUFFIX[dtype]}" for part in variant.forward}
     assert [s in allowed for s in logp if s.startswith("logp_forward")] == [True] * forwards, symbols
-    assert [s for s in logp if s.startswith("logp_backward")] == [f"logp_backward_{SUFFIX[dtype]}"] * backwards, symbols
+    allowed = {f"{symbol}_{SUFFIX[dtype]}" for symbol in variant.backward}
+    assert [s in allowed for s in logp if s.startswith("logp_backward")] == [True] * backwards, symbols
