@@ -18,6 +18,8 @@ constexpr int kBackwardBlocksF32 = 12;
 template <class T>
 constexpr int kBackwardBlocks =
     sizeof(typename T::Bits) == 8 ? 8 : sizeof(typename T::Bits) == 4 ? kBackwardBlocksF32 : 14;
+template <class T>
+constexpr int kEagerBlocks = sizeof(typename T::Bits) == 8 ? 4 : sizeof(typename T::Bits) == 4 ? 6 : 8;
 
 #define LOGP_KERNELS(T, suffix)                                                                      \
   extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)                            \
@@ -36,7 +38,7 @@ constexpr int kBackwardBlocks =
       logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) {                         \
     forward_row_per_block<TwoPassScan, T>(p);                                                        \
   }                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(Eager::kThreads, 512 / Eager::kThreads)               \
+  extern "C" __global__ void __launch_bounds__(Eager::kThreads, kEagerBlocks<T>)                     \
       logp_backward_eager_##suffix(const __grid_constant__ LogpParams p) {                           \
     backward_block<T, Eager>(p);                                                                     \
   }                                                                                                  \

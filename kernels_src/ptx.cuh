@@ -40,6 +40,12 @@ __device__ __forceinline__ u32 max_f16x2(u32 a, u32 b) {
   return y;
 }
 
+// The largest of a warp's numbers, none of which is NaN: as integers of the same order, in one instruction.
+__device__ __forceinline__ float reduce_max(float x) {
+  const auto ordered = [](i32 bits) { return bits ^ (bits >> 31 & 0x7fffffff); };  // its own inverse
+  return __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(x)))));
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }

@@ -98,9 +98,13 @@ struct SoftmaxState {
   }
 
   static __device__ __forceinline__ Acc warp_max(Acc x) {
+    if constexpr (sizeof(Acc) == 4) {
+      return reduce_max(x);
+    } else {
 #pragma unroll
-    for (int d = kWarp / 2; d > 0; d /= 2) x = Math<Acc>::max(x, __shfl_xor_sync(~0u, x, d));
-    return x;
+      for (int d = kWarp / 2; d > 0; d /= 2) x = Math<Acc>::max(x, __shfl_xor_sync(~0u, x, d));
+      return x;
+    }
   }
 
   static __device__ __forceinline__ Acc warp_sum(Acc x) {

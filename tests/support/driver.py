@@ -173,7 +173,7 @@ class _Library:
 
         def launch(config, *_):
             packed = ctypes.string_at(config, _driver._CONFIG.size)
-            return int(driver.status("cuLaunchKernelEx", driver.stack()[-1], _driver._CONFIG.unpack(packed)[7]))
+            return int(driver.status("cuLaunchKernelEx", driver.stack()[-1], _driver._CONFIG.unpack(packed)[-1]))
 
         self.cuCtxGetCurrent = _Function(get_current)
         self.cuCtxPushCurrent_v2 = _Function(push)
