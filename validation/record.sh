@@ -48,11 +48,11 @@ record demo "python3 -P -m fused_logp_hub demo" 30
 record example "python3 examples/score_qwen.py --batch 32" 12
 record speed "python3 benchmarks/run.py --only shapes --shapes '4096x128256-bf16' --providers ours --out \$(mktemp -d)" 20
 # By kernel: its time at the clocks as they are, DRAM and issue slots in use, instructions, hits in L1, and for each
-# instruction issued the cycles that a warp waited for memory, a barrier, its turn, or the arithmetic before.
+# instruction issued the cycles that a warp waited for memory, a barrier, its turn, the arithmetic before, or parameters.
 stall=smsp__average_warps_issue_stalled
 metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
 metrics+=,smsp__issue_active.avg.pct_of_peak_sustained_active,smsp__inst_executed.sum,l1tex__t_sector_hit_rate.pct
-for reason in long_scoreboard barrier not_selected wait; do metrics+=,${stall}_${reason}_per_issue_active.ratio; done
+for reason in long_scoreboard barrier not_selected wait imc_miss; do metrics+=,${stall}_${reason}_per_issue_active.ratio; done
 record ncu "ncu --clock-control none --kernel-name regex:logp_ --metrics $metrics python3 validation/profile.py" 170
 record memory "python3 -P validation/peak_memory.py" 10
 record entropy "python3 -P validation/entropy_cost.py" 10
