@@ -12,7 +12,7 @@
 // logits at the ids of a row with several are read before the block's first store.
 #pragma once
 #include "reader.cuh"
-#include "row.cuh"
+#include "row_gradient.cuh"
 
 constexpr int kMaxIds = 1024;  // ids a row may have; checked by the caller
 
@@ -26,74 +26,6 @@ struct BackwardShape {
   static constexpr bool kEager = kEager_;
   static constexpr u32 kTileVectors = kThreads * kVectors;
 };
-
-template <class T>
-struct RowGradient {
-  using Acc = typename T::Acc;
-  Acc inv_t;
-  i64 first_id;
-  // log_b p_j = (x_j * prescale - top) * scale - log_sum, in the base of SoftmaxState. With the logits' own
-  // maximum prescale is 1. With the maximum of logits / T, rounded, x_j / T is rounded alike.
-  Acc prescale, top, scale, log_sum;
-  Acc weight;          // -G / T
-  Acc entropy_weight;  // -h / T, for log_b p
-  Acc base_weight;     // -(G + h * H) / T
-
-  // The softmax's share of the gradient at a logit.
-  template <bool kEntropy>
-  __device__ __forceinline__ Acc at(Acc x) const {
-    const Acc t = Math<Acc>::fma(x * prescale - top, scale, -log_sum);
-    const Acc p = Math<Acc>::exp_base(t);
-    if constexpr (!kEntropy) return p * weight;
-    // p is 0 wherever the bound acts, so that 0 * log 0 is 0
-    const Acc bounded = Math<Acc>::max(t, Acc(sizeof(Acc) == 8 ? -1e3 : -2e2));
-    return p * Math<Acc>::fma(entropy_weight, bounded, base_weight);
-  }
-
-  __device__ __forceinline__ bool reads_logits() const { return weight != Acc(0) || entropy_weight != Acc(0); }
-};
-
-template <class Acc>
-__device__ __forceinline__ Acc grad_logp(const LogpParams& p, const RowIndex& at, u32 k) {
-  return load_as<Acc>(p.grad_logp, at.offset(p.grad_logp_rows) + k * p.grad_logp_last, p.grad_logp_dtype);
-}
-
-// The upstream weights of a row, all zero for one that is left out. Every thread computes the same.
-template <class T>
-__device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 row, const RowIndex& at) {
-  using Acc = typename T::Acc;
-  RowGradient<T> g = {};
-  g.first_id = -1;
-  if (p.row_mask != nullptr && p.row_mask[row] == 0) return g;
-  // Asked for before they are known to be needed: one latency instead of two.
-  const Acc row_max = static_cast<const Acc*>(p.row_max)[row];
-  const Acc log_sum = static_cast<const Acc*>(p.log_sum)[row];
-  Acc sum = 0, entropy_sum = 0;
-  bool active = false;
-#pragma unroll 1
-  for (u32 k = 0; k < p.num_ids; ++k) {
-    const i64 id = token_id(p, at, k);
-    const Acc upstream = grad_logp<Acc>(p, at, k);
-    if (k == 0) g.first_id = id;
-    if (is_ignored(p, id)) continue;
-    active = true;
-    if (is_in_vocabulary(p, id)) sum += upstream;
-    else if (p.invalid_is_nan) sum = Math<Acc>::nan();
-  }
-  if (active && p.grad_entropy != nullptr)
-    entropy_sum = load_as<Acc>(p.grad_entropy, at.offset(p.grad_entropy_rows), p.grad_entropy_dtype);
-  g.inv_t = inverse_temperature<Acc>(p, at);
-  g.weight = g.base_weight = -g.inv_t * sum;
-  if (entropy_sum != Acc(0)) {
-    g.entropy_weight = -g.inv_t * entropy_sum * Math<Acc>::log_unit();
-    g.base_weight += -g.inv_t * entropy_sum * static_cast<const Acc*>(p.entropy)[row];
-  }
-  g.top = row_max;
-  g.prescale = p.row_max_is_raw ? Acc(1) : g.inv_t;
-  g.scale = Math<Acc>::scale(p.row_max_is_raw ? g.inv_t : Acc(1));
-  g.log_sum = log_sum * Math<Acc>::scale(Acc(1));
-  return g;
-}
 
 constexpr u32 kNoTarget = 1u << 31;  // no column less head, be it negative: columns are below 2^31
 
