@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 CUBIN_DIR: Traversable = files(__name__.rpartition(".")[0]) / "cubins"  # a folder, or inside a zip archive
-# Measured on an H200, 2026-11-30: with fewer waves, the last one is too empty to let the scheduler balance; and of
-# rows no longer than that, one would not pay for a block's start.
-MANY_WAVES = 4
-SHORT_ROW_BYTES = 32768
 # Threads of a backward that a multiprocessor holds, 14 blocks of generic.cu's 64; of some dtypes it holds fewer.
 RESIDENT_THREADS = 896
 REINSTALL = "Reinstall fused-logp-hub."
@@ -124,10 +119,7 @@ class KernelRow:
         if self.blocks_per_row is not None:
             return rows * self.blocks_per_row, 0
         if self.blocks_per_multiprocessor is not None:
-            waves = rows / (multiprocessors * self.blocks_per_multiprocessor)
-            # as many rows for every block, all at once; or a block for each row, which the GPU's scheduler balances
-            balanced = waves < MANY_WAVES or row_bytes <= SHORT_ROW_BYTES
-            return -(-rows // max(1, math.ceil(waves))) if balanced else rows, 0
+            return min(rows, multiprocessors * self.blocks_per_multiprocessor), 0
         if self.tile_bytes is not None and self.max_tiles_per_block is not None:
             tiles = -(-row_bytes // self.tile_bytes)
             # as many tiles a block as let all blocks run at once

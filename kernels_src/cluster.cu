@@ -10,17 +10,17 @@ template <class T>
 constexpr int kClusterGroups = sizeof(typename T::Bits) == 8 ? 4 : 6;
 #endif
 
-#define LOGP_KERNEL(T, suffix, blocks, groups)                                                   \
+#define LOGP_KERNEL(T, suffix, blocks, groups, is_aligned)                                       \
   extern "C" __global__ void __cluster_dims__(blocks)                                            \
       __launch_bounds__(groups * kGroup, kClusterGroups<T> / groups)                             \
           logp_forward_cluster##blocks##x##groups##_##suffix(const __grid_constant__ LogpParams p) { \
-    forward_row_per_cluster<T, blocks, groups>(p);                                               \
+    forward_row_per_cluster<T, blocks, groups, is_aligned>(p);                                   \
   }
-#define LOGP_KERNELS(T, suffix) \
-  LOGP_KERNEL(T, suffix, 8, 2)  \
-  LOGP_KERNEL(T, suffix, 4, 2)  \
-  LOGP_KERNEL(T, suffix, 2, 2)  \
-  LOGP_KERNEL(T, suffix, 2, 1)
+#define LOGP_KERNELS(T, suffix)       \
+  LOGP_KERNEL(T, suffix, 8, 2, false) \
+  LOGP_KERNEL(T, suffix, 4, 2, false) \
+  LOGP_KERNEL(T, suffix, 2, 2, false) \
+  LOGP_KERNEL(T, suffix, 2, 1, true)
 
 LOGP_KERNELS(BF16, bf16)
 LOGP_KERNELS(F16, f16)

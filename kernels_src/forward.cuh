@@ -37,14 +37,27 @@ template <class T>
 constexpr int kForwardBlocks = sizeof(typename T::Bits) == 8 ? 6 : 8;
 #endif
 
+// Nothing here divides: that would stand between the start of a kernel and its first load.
 struct Segmentation {
-  u32 tiles, tiles_per_segment, segments;
+  u32 tiles, tiles_per_segment;
 
   __device__ __forceinline__ Segmentation(u32 vocab_size, u32 tile_columns) {
     tiles = (vocab_size + tile_columns - 1) / tile_columns;
-    tiles_per_segment = (tiles + kMaxSegments - 1) / kMaxSegments;
-    if (tiles_per_segment < 2) tiles_per_segment = 2;
-    segments = (tiles + tiles_per_segment - 1) / tiles_per_segment;
+    tiles_per_segment = max((tiles + kMaxSegments - 1) / kMaxSegments, 2u);
+  }
+
+  __device__ __forceinline__ bool has(u32 segment) const { return segment * tiles_per_segment < tiles; }
+
+  // Called by one whole warp.
+  __device__ __forceinline__ u32 count() const { return __popc(__ballot_sync(~0u, has(threadIdx.x % kWarp))); }
+
+  // How many consecutive segments each of kShares takes.
+  template <u32 kShares>
+  __device__ __forceinline__ u32 each() const {
+    u32 n = 1;
+#pragma unroll
+    for (u32 i = 1; i * kShares < kMaxSegments; ++i) n += has(i * kShares);
+    return n;
   }
 };
 
@@ -78,11 +91,18 @@ __device__ __forceinline__ int leaf_index(u32 segment) {
 }
 
 template <bool kEntropy, class Acc>
-__device__ __forceinline__ SoftmaxState<Acc> merge_leaves(const Leaves<Acc>& leaves, int count, Acc scale) {
+__device__ __forceinline__ SoftmaxState<Acc> merge_leaves(const Leaves<Acc>& leaves, const Segmentation& seg,
+                                                          Acc scale) {
+  static_assert(kMaxLeaves == 2 * kWarp, "a lane has at most two leaves");
+  const u32 lane = threadIdx.x % kWarp;
+  if (!seg.has(1)) {  // a short row's few leaves, over and over
+    SoftmaxState<Acc> state = leaves.get(lane % kGroupWarps);
+    state.template reduce_warp<kEntropy, kGroupWarps>(scale);
+    return state;
+  }
   SoftmaxState<Acc> state = SoftmaxState<Acc>::empty();
-#pragma unroll 1
-  for (int i = threadIdx.x % kWarp; i < count; i += kWarp)
-    state.template merge<kEntropy>(leaves.get(i), scale);
+  if (seg.has(lane / kGroupWarps)) state = leaves.get(lane);
+  if (seg.has((lane + kWarp) / kGroupWarps)) state.template merge<kEntropy>(leaves.get(lane + kWarp), scale);
   state.template reduce_warp<kEntropy>(scale);
   return state;
 }
@@ -91,28 +111,8 @@ __device__ __forceinline__ SoftmaxState<Acc> merge_leaves(const Leaves<Acc>& lea
 template <class Acc>
 __device__ __forceinline__ SoftmaxState<Acc> merge_leaves(const LogpParams& p, const Leaves<Acc>& leaves,
                                                           const Segmentation& seg, Acc scale) {
-  const int count = seg.segments * kGroupWarps;
-  return p.entropy != nullptr ? merge_leaves<true>(leaves, count, scale)
-                              : merge_leaves<false>(leaves, count, scale);
+  return p.entropy != nullptr ? merge_leaves<true>(leaves, seg, scale) : merge_leaves<false>(leaves, seg, scale);
 }
-
-// The logits at the row's ids. Lane k of the warp that will write the row asks for the k-th one before
-// the row is scanned, so that its latency is hidden; ids beyond the 32nd are fetched at the end.
-template <class T>
-struct TargetLogit {
-  using Acc = typename T::Acc;
-  Acc logit;
-
-  static __device__ __forceinline__ Acc fetch(const LogpParams& p, const RowIndex& at, u32 k) {
-    const i64 id = token_id(p, at, k);
-    return is_valid(p, id) ? T::to_acc(row_start<T>(p, at)[id]) : Acc(0);
-  }
-
-  __device__ __forceinline__ void prefetch(const LogpParams& p, const RowIndex& at) {
-    const u32 lane = threadIdx.x % kWarp;
-    logit = lane < p.num_ids ? fetch(p, at, lane) : Acc(0);
-  }
-};
 
 // What stands for an id that asks for nothing.
 template <class Acc>
@@ -120,18 +120,61 @@ __device__ __forceinline__ Acc no_target(const LogpParams& p) {
   return p.is_shard ? Math<Acc>::infinity() : Acc(0);
 }
 
+// What an id of an active row asks for: a column's logit, or a result that does not depend on what the row holds.
+template <class T>
+struct Target {
+  using Acc = typename T::Acc;
+  enum Kind : u32 { kColumn, kOtherShard, kNaN, kNothing };
+
+  typename T::Bits bits;  // as they come from memory, and without a branch: nothing waits for them until they are used
+  Kind kind;
+
+  static __device__ __forceinline__ Target of(const LogpParams& p, const RowIndex& at, u32 k) {
+    const i64 id = token_id(p, at, k);
+    const bool is_column = is_valid(p, id);
+    return {row_start<T>(p, at)[is_column ? id : 0],
+            is_column                                ? kColumn
+            : is_in_vocabulary(p, id)                ? kOtherShard
+            : p.invalid_is_nan && !is_ignored(p, id) ? kNaN
+                                                     : kNothing};
+  }
+
+  // The lane's own, or the last one's. The warp that will write the row asks for it before the row is scanned, so that
+  // its latency is hidden; ids beyond the 32nd are looked at at the end.
+  static __device__ __forceinline__ Target of_lane(const LogpParams& p, const RowIndex& at) {
+    return of(p, at, min(threadIdx.x % kWarp, p.num_ids - 1));
+  }
+
+  __device__ __forceinline__ Target of_other_lane(u32 lane) const {
+    return {static_cast<typename T::Bits>(__shfl_sync(~0u, bits, lane)),
+            static_cast<Kind>(__shfl_sync(~0u, static_cast<u32>(kind), lane))};
+  }
+
+  // For a shard the logit stands in for logp: -inf for another shard's, as for a column that is not there, and +inf for
+  // no target. A logit of +inf is NaN there, as the row's logp will be.
+  __device__ __forceinline__ Acc logp(const LogpParams& p, Acc row_max, Acc log_sum, Acc inv_t) const {
+    const Acc x = T::to_acc(bits);
+    switch (kind) {
+      case kColumn:
+        if (!p.is_shard) return (x - row_max) * inv_t - log_sum;
+        return x == Math<Acc>::infinity() ? Math<Acc>::nan() : x;
+      case kOtherShard: return -Math<Acc>::infinity();
+      case kNaN: return Math<Acc>::nan();
+      default: return no_target<Acc>(p);
+    }
+  }
+};
+
 template <class Acc>
 __device__ __forceinline__ void store_statistic(void* out, u32 row, Acc value) {
   if (out != nullptr) static_cast<Acc*>(out)[row] = value;
 }
 
-// Writes all results of a row that was read; called by one whole warp. For a shard the target's logit stands
-// in for logp: -inf for another shard's, as for a column that is not there, and +inf for no target. A logit of +inf
-// is NaN there, as the row's logp will be.
+// Writes all results of a row that was read; called by one whole warp.
 template <class T>
 __device__ __forceinline__ void write_row(const LogpParams& p, u32 row, const RowIndex& at,
                                           const SoftmaxState<typename T::Acc>& state,
-                                          const TargetLogit<T>& target, typename T::Acc inv_t) {
+                                          const Target<T>& mine, typename T::Acc inv_t) {
   using Acc = typename T::Acc;
   const int lane = threadIdx.x % kWarp;
   const Acc log_sum = state.log_sum();
@@ -143,19 +186,19 @@ __device__ __forceinline__ void write_row(const LogpParams& p, u32 row, const Ro
   const i64 first = static_cast<i64>(row) * p.num_ids;
 #pragma unroll 1
   for (u32 k = lane; k < p.num_ids; k += kWarp) {
-    const i64 id = token_id(p, at, k);
-    Acc logp = no_target<Acc>(p);
-    if (is_valid(p, id)) {
-      const Acc x = k < kWarp ? target.logit : TargetLogit<T>::fetch(p, at, k);
-      logp = (x - state.m) * inv_t - log_sum;
-      if (p.is_shard) logp = x == Math<Acc>::infinity() ? Math<Acc>::nan() : x;
-    } else if (is_in_vocabulary(p, id)) {
-      logp = -Math<Acc>::infinity();
-    } else if (p.invalid_is_nan && !is_ignored(p, id)) {
-      logp = Math<Acc>::nan();
-    }
-    store_as(p.logp, first + k, p.logp_dtype, logp);
+    const Target<T> target = k < kWarp ? mine : Target<T>::of(p, at, k);
+    store_as(p.logp, first + k, p.logp_dtype, target.logp(p, state.m, log_sum, inv_t));
   }
+}
+
+// Ends a row whose leaves are in place; called by one whole warp. The row is one that was looked up anew, as
+// block_index_again says, so that nothing of it is held while it is scanned.
+template <class T>
+__device__ __forceinline__ void finish_row(const LogpParams& p, u32 row, const Leaves<typename T::Acc>& leaves,
+                                           const Segmentation& seg, typename T::Acc scale, const Target<T>& target) {
+  using Acc = typename T::Acc;
+  const RowIndex at(row, p.inner_rows);
+  write_row<T>(p, row, at, merge_leaves(p, leaves, seg, scale), target, inverse_temperature<Acc>(p, at));
 }
 
 // Writes the zeros of a row that was left out, for a shard those of an empty sum; called by one thread.
@@ -174,10 +217,7 @@ template <class T, bool kAligned>
 __device__ __forceinline__ void load_tile(const RowReader<T>& reader, u32 tile, Vec16 (&v)[kVectors<T>]) {
   constexpr u32 kColumns = kTileColumns<T>, kStep = kGroup * T::kVec;
   const u32 c = tile * kColumns + threadIdx.x % kGroup * T::kVec;
-  // A shifted reader also touches the vector's neighbours, so the row's first tile is guarded too.
-  const bool whole = kAligned ? (tile + 1) * kColumns <= reader.vocab_size
-                              : tile > 0 && (tile + 1) * kColumns + T::kVec <= reader.vocab_size;
-  if (whole) reader.template load<kAligned>(v, c, kStep);
+  if (reader.template has_tile<kAligned>(tile * kColumns, kColumns)) reader.template load<kAligned>(v, c, kStep);
   else reader.template load_guarded<kAligned>(v, c, kStep);
 }
 
@@ -189,7 +229,7 @@ struct FirstTile {
   Vec16 v[kVectors<T>];
 
   __device__ __forceinline__ FirstTile(const RowReader<T>& reader, const Segmentation& seg, u32 segment) {
-    if (kEager && reader.shift == 0 && segment < seg.segments)
+    if (kEager && reader.shift == 0 && seg.has(segment))
       load_tile<T, true>(reader, segment * seg.tiles_per_segment, v);
   }
 };

@@ -66,12 +66,12 @@ __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const 
   });
 }
 
-// The same with alignment and entropy turned into compile-time facts, once a row.
-template <template <class, bool, bool> class Scan, class T, class Ahead, class Put>
+// The same with alignment, unless it is known, and entropy turned into compile-time facts, once a row.
+template <template <class, bool, bool> class Scan, bool kIsAligned, class T, class Ahead, class Put>
 __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const Segmentation& seg, u32 first,
                                               u32 last, typename T::Acc scale, bool entropy,
                                               const Ahead& ahead, Put put) {
-  if (reader.shift == 0) {
+  if (kIsAligned || reader.shift == 0) {
     if (entropy) scan_segments<Scan<T, true, true>, true>(reader, seg, first, last, scale, ahead, put);
     else scan_segments<Scan<T, true, false>, true>(reader, seg, first, last, scale, ahead, put);
   } else {
@@ -81,8 +81,8 @@ __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const 
 }
 
 // One group takes all segments of the row in turn, several (a wide block, for few rows) an equal run each. Not so with
-// TwoPassScan, whose threads meet on the way.
-template <template <class, bool, bool> class Scan, class T, int kGroups = 1>
+// TwoPassScan, whose threads meet on the way. kIsAligned: all rows are.
+template <template <class, bool, bool> class Scan, class T, int kGroups, bool kIsAligned>
 __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   using Acc = typename T::Acc;
   __shared__ Leaves<Acc> leaves;
@@ -91,31 +91,29 @@ __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
   const Segmentation seg(p.vocab_size, kTileColumns<T>);
   const u32 group = kGroups == 1 ? 0 : threadIdx.x / kGroup;
-  const u32 each = (seg.segments + kGroups - 1) / kGroups;
-  const u32 first = group * each;
+  const u32 first = group * seg.each<kGroups>();
   const FirstTile<T, (kGroups > 1)> ahead(reader, seg, first);
   if (!is_active(p, row, at)) {
     if (threadIdx.x == 0) write_skipped_row<Acc>(p, row);
     return;
   }
-  const Acc inv_t = inverse_temperature<Acc>(p, at);
-  const Acc scale = Math<Acc>::scale(inv_t);
+  const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
   const bool writer = threadIdx.x < kWarp;
-  TargetLogit<T> target;
-  if (writer) target.prefetch(p, at);
-  if (first < seg.segments)
-    scan_segments<Scan>(reader, seg, first, min(first + each, seg.segments), scale, p.entropy != nullptr, ahead,
-                        [&](u32 s, const SoftmaxState<Acc>& state) {
-                          if (threadIdx.x % kWarp == 0) leaves.put(leaf_index(s), state);
-                        });
+  Target<T> target{};
+  if (writer) target = Target<T>::of_lane(p, at);
+  if (seg.has(first))
+    scan_segments<Scan, kIsAligned>(reader, seg, first, first + seg.each<kGroups>(), scale, p.entropy != nullptr, ahead,
+                                    [&](u32 s, const SoftmaxState<Acc>& state) {
+                                      if (threadIdx.x % kWarp == 0) leaves.put(leaf_index(s), state);
+                                    });
   __syncthreads();
-  if (writer) write_row<T>(p, row, at, merge_leaves(p, leaves, seg, scale), target, inv_t);
+  if (writer) finish_row<T>(p, block_index_again(), leaves, seg, scale, target);
 }
 
 #if __CUDA_ARCH__ >= 900
 // For few rows: a cluster of kBlocks blocks shares a row. Each of their groups takes an equal run of segments
 // and puts its leaves into block 0's shared memory. Same leaves, same merge, same bits as one block a row.
-template <class T, int kBlocks, int kGroups>
+template <class T, int kBlocks, int kGroups, bool kIsAligned>
 __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   using Acc = typename T::Acc;
   __shared__ Leaves<Acc> leaves;
@@ -125,8 +123,7 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   const RowIndex at(row, p.inner_rows);
   const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
   const Segmentation seg(p.vocab_size, kTileColumns<T>);
-  const u32 each = (seg.segments + kBlocks * kGroups - 1) / (kBlocks * kGroups);
-  const u32 first = (threadIdx.x / kGroup * kBlocks + rank) * each;
+  const u32 first = (threadIdx.x / kGroup * kBlocks + rank) * seg.each<kBlocks * kGroups>();
   const FirstTile<T, true> ahead(reader, seg, first);
   if (!is_active(p, row, at)) {
     if (rank == 0 && threadIdx.x == 0) write_skipped_row<Acc>(p, row);
@@ -138,25 +135,24 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   }
   // Block 0 must be running before anyone writes into it; the wait comes before the first write.
   cluster_arrive();
-  const Acc inv_t = inverse_temperature<Acc>(p, at);
-  const Acc scale = Math<Acc>::scale(inv_t);
+  const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
   const bool writer = rank == 0 && threadIdx.x < kWarp;
-  TargetLogit<T> target;
-  if (writer) target.prefetch(p, at);
+  Target<T> target{};
+  if (writer) target = Target<T>::of_lane(p, at);
   bool waited = false;
-  if (first < seg.segments)
-    scan_segments<OnlineScan>(reader, seg, first, min(first + each, seg.segments), scale, p.entropy != nullptr,
-                              ahead, [&](u32 s, const SoftmaxState<Acc>& state) {
-                                if (!waited) cluster_wait();
-                                waited = true;
-                                if (threadIdx.x % kWarp == 0)
-                                  leaves.put_remote(0, leaf_index(s), state, &leaves_arrived);
-                              });
+  if (seg.has(first))
+    scan_segments<OnlineScan, kIsAligned>(reader, seg, first, first + seg.each<kBlocks * kGroups>(), scale,
+                                          p.entropy != nullptr, ahead, [&](u32 s, const SoftmaxState<Acc>& state) {
+                                            if (!waited) cluster_wait();
+                                            waited = true;
+                                            if (threadIdx.x % kWarp == 0)
+                                              leaves.put_remote(0, leaf_index(s), state, &leaves_arrived);
+                                          });
   if (!waited) cluster_wait();
   if (!writer) return;
-  if (threadIdx.x == 0)
-    mbarrier_expect_tx(&leaves_arrived, seg.segments * kGroupWarps * Leaves<Acc>::kLeafBytes);
+  const u32 leaf_bytes = seg.count() * kGroupWarps * Leaves<Acc>::kLeafBytes;
+  if (threadIdx.x == 0) mbarrier_expect_tx(&leaves_arrived, leaf_bytes);
   mbarrier_wait_cluster(&leaves_arrived, 0);
-  write_row<T>(p, row, at, merge_leaves(p, leaves, seg, scale), target, inv_t);
+  finish_row<T>(p, block_index_again() / kBlocks, leaves, seg, scale, target);
 }
 #endif

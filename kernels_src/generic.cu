@@ -1,7 +1,7 @@
 // The kernels that run on every architecture: the forwards by how many threads share a row, and the backward.
 #include "backward.cuh"
 #include "forward_generic.cuh"
-#include "forward_warp.cuh"
+#include "forward_ring.cuh"
 #include "row_mask.cuh"
 
 constexpr int kWideGroups = 4;  // with 8 the registers do not suffice
@@ -24,19 +24,23 @@ constexpr int kEagerBlocks = sizeof(typename T::Bits) == 8 ? 4 : sizeof(typename
 #define LOGP_KERNELS(T, suffix)                                                                      \
   extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)                            \
       logp_forward_online_##suffix(const __grid_constant__ LogpParams p) {                           \
-    forward_row_per_block<OnlineScan, T>(p);                                                         \
+    forward_row_per_block<OnlineScan, T, 1, true>(p);                                                         \
   }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(kWideGroups * kGroup, 1)                              \
       logp_forward_wide_##suffix(const __grid_constant__ LogpParams p) {                             \
-    forward_row_per_block<OnlineScan, T, kWideGroups>(p);                                            \
+    forward_row_per_block<OnlineScan, T, kWideGroups, false>(p);                                            \
   }                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kGroup, kWarpBlocks<T>)                               \
-      logp_forward_warp_##suffix(const __grid_constant__ LogpParams p) {                             \
-    forward_row_per_warp<T>(p);                                                                      \
+  extern "C" __global__ void __launch_bounds__(kGroup, kRingBlocks<T, 1>)                            \
+      logp_forward_ring1_##suffix(const __grid_constant__ LogpParams p) {                            \
+    forward_row_ring<T, 1, 1>(p);                                                                    \
+  }                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kGroup, kRingBlocks<T, 4>)                            \
+      logp_forward_ring4_##suffix(const __grid_constant__ LogpParams p) {                            \
+    forward_row_ring<T, 4, 2>(p);                                                                    \
   }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(kGroup, 4)                                            \
       logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) {                         \
-    forward_row_per_block<TwoPassScan, T>(p);                                                        \
+    forward_row_per_block<TwoPassScan, T, 1, false>(p);                                                        \
   }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(Eager::kThreads, kEagerBlocks<T>)                     \
       logp_backward_eager_##suffix(const __grid_constant__ LogpParams p) {                           \

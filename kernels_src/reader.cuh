@@ -28,10 +28,8 @@ struct RowReader {
     if constexpr (kAligned) {
       return *reinterpret_cast<const Vec16*>(row + c);
     } else {
-      u32 w[1][8];
       Vec16 v[1];
-      load_granules(c, w[0]);
-      realign(w, v);
+      load<false>(v, c, 0);
       return v[0];
     }
   }
@@ -43,10 +41,15 @@ struct RowReader {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) v[j] = load<true>(c + j * step);
     } else {
-      u32 w[kCount][8];
+      Vec16 pairs[kCount][2];  // all on their way before the first is used
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) load_granules(c + j * step, w[j]);
-      realign(w, v);
+      for (int j = 0; j < kCount; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) pairs[j][i] = reinterpret_cast<const Vec16*>(granule(c + j * step))[i];
+      realign(v, [&](int j, Vec16 (&pair)[2]) {
+        pair[0] = pairs[j][0];
+        pair[1] = pairs[j][1];
+      });
     }
   }
 
@@ -56,23 +59,37 @@ struct RowReader {
     return is_inside<kAligned>(c) ? load<kAligned>(c) : load_elements(c);
   }
 
-  // The same for vectors c, c + step, ..., kVec * 2 <= step. Besides column 0, a thread has at most one
-  // vector at an end of the row, so the long code for one stands here twice and not kCount times.
+  // The same for vectors c, c + step, ..., kVec * 2 <= step.
   template <bool kAligned, int kCount>
   __device__ __forceinline__ void load_guarded(Vec16 (&v)[kCount], u32 c, u32 step) const {
+    const Vec16 at_end = load_end<kAligned, kCount>(c, step);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j)
+      if (is_inside<kAligned>(c + j * step)) v[j] = load<kAligned>(c + j * step);
+    put_ends<kAligned>(at_end, v, c, step);
+  }
+
+  // The one of the vectors that lies at the end of the row, if there is one. Besides column 0, a thread has at most one
+  // that load does not do for, so the long code for one stands here twice and not kCount times.
+  template <bool kAligned, int kCount>
+  __device__ __forceinline__ Vec16 load_end(u32 c, u32 step) const {
     u32 end = 0;
 #pragma unroll
     for (int j = 0; j < kCount; ++j)
       if (is_end<kAligned>(c + j * step)) end = c + j * step;
-    Vec16 at_start = {}, at_end = {};
-    if (c == 0 && !is_inside<kAligned>(0)) at_start = load_elements(0);
-    if (end != 0) at_end = load_elements(end);
+    return end != 0 ? load_elements(end) : nothing();
+  }
+
+  // Puts it, what lies at the start of the row, and -inf for what lies behind the row in the place of the vectors that
+  // load does not do for.
+  template <bool kAligned, int kCount>
+  __device__ __forceinline__ void put_ends(const Vec16& at_end, Vec16 (&v)[kCount], u32 c, u32 step) const {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const u32 at = c + j * step;
-      if (is_inside<kAligned>(at)) v[j] = load<kAligned>(at);
-      else v[j] = at >= vocab_size ? nothing() : at == 0 ? at_start : at_end;
+      if (!is_inside<kAligned>(at)) v[j] = at >= vocab_size ? nothing() : at_end;
     }
+    if (c == 0 && !is_inside<kAligned>(0)) v[0] = load_elements(0);
   }
 
   // The elements one by one: any address, columns behind the last one read as -inf.
@@ -90,6 +107,35 @@ struct RowReader {
     return gather(bits);
   }
 
+  // The aligned 16 bytes that the vector at c begins in.
+  __device__ __forceinline__ const char* granule(u32 c) const {
+    return reinterpret_cast<const char*>(row + c) - shift;
+  }
+
+  // How many of them, from column 0's on, end inside the row.
+  __device__ __forceinline__ u32 granules() const {
+    return (vocab_size + shift / static_cast<u32>(sizeof(typename T::Bits))) / T::kVec;
+  }
+
+  // Whether load does for every vector of a tile. A shifted reader also touches a vector's neighbours, so the row's
+  // first tile does not have it.
+  template <bool kAligned>
+  __device__ __forceinline__ bool has_tile(u32 c, u32 columns) const {
+    return kAligned ? c + columns <= vocab_size : c > 0 && c + columns + T::kVec <= vocab_size;
+  }
+
+  // Bytes [shift, shift + 16) of the two granules that load(j, pair) gives for each vector. The shift is the same for
+  // the whole row, so one branch picks the words and only the bytes inside a word are shifted at run time.
+  template <int kCount, class Load>
+  __device__ __forceinline__ void realign(Vec16 (&v)[kCount], Load load) const {
+    switch (shift / 4) {
+      case 0: return take<0>(v, load);
+      case 1: return take<1>(v, load);
+      case 2: return take<2>(v, load);
+      default: return take<3>(v, load);
+    }
+  }
+
  private:
   // Whether load touches nothing outside the row.
   template <bool kAligned>
@@ -102,38 +148,19 @@ struct RowReader {
     return c != 0 && c < vocab_size && !is_inside<kAligned>(c);
   }
 
-  // The two granules that hold the vector at c.
-  __device__ __forceinline__ void load_granules(u32 c, u32 (&w)[8]) const {
-    const char* at = reinterpret_cast<const char*>(row + c) - shift;
+  template <int kWord, int kCount, class Load>
+  __device__ __forceinline__ void take(Vec16 (&v)[kCount], Load load) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Vec16 v = reinterpret_cast<const Vec16*>(at)[i];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) w[4 * i + k] = v.w[k];
-    }
-  }
-
-  // Bytes [shift, shift + 16) of each pair. The shift is the same for the whole row, so one branch picks
-  // the words and only the bytes inside a word are shifted at run time.
-  template <int kCount>
-  __device__ __forceinline__ void realign(const u32 (&w)[kCount][8], Vec16 (&v)[kCount]) const {
-    switch (shift / 4) {
-      case 0: return take<0>(w, v);
-      case 1: return take<1>(w, v);
-      case 2: return take<2>(w, v);
-      default: return take<3>(w, v);
-    }
-  }
-
-  template <int kWord, int kCount>
-  __device__ __forceinline__ void take(const u32 (&w)[kCount][8], Vec16 (&v)[kCount]) const {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j)
+    for (int j = 0; j < kCount; ++j) {
+      Vec16 pair[2];
+      load(j, pair);
+      const auto word = [&](int i) { return pair[i / 4].w[i % 4]; };
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         v[j].w[i] = sizeof(typename T::Bits) < 4
-                        ? __funnelshift_r(w[j][i + kWord], w[j][i + kWord + 1], (shift & 3u) * 8u)
-                        : w[j][i + kWord];
+                        ? __funnelshift_r(word(i + kWord), word(i + kWord + 1), (shift & 3u) * 8u)
+                        : word(i + kWord);
+    }
   }
 
   static __device__ __forceinline__ Vec16 gather(const typename T::Bits* bits) {

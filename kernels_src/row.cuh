@@ -18,12 +18,28 @@ struct RowIndex {
   }
 };
 
-// Less vocab_start, so that a valid id is a column. Unsigned, since ids may be anything and wrap.
+// An id as it comes from memory. What depends on its type is done when it is used: done before, it would wait for the
+// id, and what is asked for next would come a latency later.
+struct LoadedId {
+  u32 low, high;  // high: of 8 bytes only
+
+  __device__ __forceinline__ LoadedId(const LogpParams& p, const RowIndex& at, u32 k) : high(0) {
+    const i64 i = at.offset(p.token_ids_rows) + k * p.token_ids_last;
+    const u32* words = reinterpret_cast<const u32*>(static_cast<const char*>(p.token_ids) + i * p.token_id_bytes);
+    low = words[0];
+    if (p.token_id_bytes == 8) high = words[1];
+  }
+
+  // Less vocab_start, so that a valid id is a column. Unsigned, since ids may be anything and wrap.
+  __device__ __forceinline__ i64 local(const LogpParams& p) const {
+    const u32 sign = static_cast<u32>(static_cast<i32>(low) >> 31);
+    const u64 id = static_cast<u64>(p.token_id_bytes == 8 ? high : sign) << 32 | low;
+    return static_cast<i64>(id - static_cast<u64>(p.vocab_start));
+  }
+};
+
 __device__ __forceinline__ i64 token_id(const LogpParams& p, const RowIndex& at, u32 k) {
-  const i64 i = at.offset(p.token_ids_rows) + k * p.token_ids_last;
-  const i64 id = p.token_id_bytes == 8 ? static_cast<const i64*>(p.token_ids)[i]
-                                       : static_cast<i64>(static_cast<const int*>(p.token_ids)[i]);
-  return static_cast<i64>(static_cast<u64>(id) - static_cast<u64>(p.vocab_start));
+  return LoadedId(p, at, k).local(p);
 }
 
 __device__ __forceinline__ bool is_ignored(const LogpParams& p, i64 id) {

@@ -40,21 +40,23 @@ __device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 
   RowGradient<T> g = {};
   g.first_id = -1;
   if (p.row_mask != nullptr && p.row_mask[row] == 0) return g;
-  // Asked for before they are known to be needed: one latency instead of two.
-  const Acc row_max = static_cast<const Acc*>(p.row_max)[row];
-  const Acc log_sum = static_cast<const Acc*>(p.log_sum)[row];
+  // All asked for before it is known what is needed, and before anything waits: one latency instead of several.
+  const LoadedId first(p, at, 0);
+  const Acc row_max = static_cast<const Acc*>(p.row_max)[not_uniform(row)];
+  const Acc log_sum = static_cast<const Acc*>(p.log_sum)[not_uniform(row)];
+  const Acc first_upstream = grad_logp<Acc>(p, at, 0);
   Acc sum = 0, entropy_sum = 0;
   bool active = false;
-#pragma unroll 1
-  for (u32 k = 0; k < p.num_ids; ++k) {
-    const i64 id = token_id(p, at, k);
-    const Acc upstream = grad_logp<Acc>(p, at, k);
-    if (k == 0) g.first_id = id;
-    if (is_ignored(p, id)) continue;
+  const auto add = [&](i64 id, Acc upstream) {
+    if (is_ignored(p, id)) return;
     active = true;
     if (is_in_vocabulary(p, id)) sum += upstream;
     else if (p.invalid_is_nan) sum = Math<Acc>::nan();
-  }
+  };
+  g.first_id = first.local(p);
+  add(g.first_id, first_upstream);
+#pragma unroll 1
+  for (u32 k = 1; k < p.num_ids; ++k) add(token_id(p, at, k), grad_logp<Acc>(p, at, k));
   if (active && p.grad_entropy != nullptr)
     entropy_sum = load_as<Acc>(p.grad_entropy, at.offset(p.grad_entropy_rows), p.grad_entropy_dtype);
   g.inv_t = inverse_temperature<Acc>(p, at);

@@ -11,13 +11,13 @@
 #pragma once
 #include "forward.cuh"
 
-constexpr int kStages = 3;
+constexpr int kStages = 2;
 constexpr int kLeafSets = 2;  // rows that may wait for the finisher
 constexpr int kTmaThreads = kGroup + 2 * kWarp;
 
 // Resident blocks a multiprocessor: more consumers beat deeper rings. float64 needs more registers.
 template <class T>
-constexpr int kTmaBlocks = sizeof(typename T::Bits) == 8 ? 3 : 6;
+constexpr int kTmaBlocks = sizeof(typename T::Bits) == 8 ? 3 : 5;
 
 // A ring of buffers between warps: full and empty barriers for each, and where one warp stands in it.
 template <int kSize>
@@ -145,7 +145,7 @@ __device__ __forceinline__ void consume(const LogpParams& p, TmaShared<typename 
       [&](u32 row, u32) {
         const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, RowIndex(row, p.inner_rows)));
         set.wait_empty();
-        for (u32 s = 0; s < seg.segments; ++s) {
+        for (u32 s = 0; seg.has(s); ++s) {
           const u32 begin = s * seg.tiles_per_segment;
           const u32 end = min(begin + seg.tiles_per_segment, seg.tiles);
           const auto leaf = consume_segment<T, kEntropy>(p, row, stage, stages, begin, end, scale);
@@ -163,19 +163,17 @@ __device__ __forceinline__ void finish(const LogpParams& p, TmaShared<typename T
   RingCursor<kLeafSets> set(shared.rows);
   // With one id a row, the logits at the ids of 32 rows at once: of short rows, one after the other would be late.
   const bool ahead = p.num_ids == 1;
-  TargetLogit<T> mine;
+  Target<T> mine{};
   for_each_row(
       p,
       [&](u32 row, bool active) {
         if (!active) write_skipped_row<Acc>(p, row);
-        else if (ahead) mine.logit = mine.fetch(p, RowIndex(row, p.inner_rows), 0);
+        else if (ahead) mine = Target<T>::of(p, RowIndex(row, p.inner_rows), 0);
       },
       [&](u32 row, u32 lane) {
         const RowIndex at(row, p.inner_rows);
         const Acc inv_t = inverse_temperature<Acc>(p, at);
-        TargetLogit<T> target;
-        if (ahead) target.logit = __shfl_sync(~0u, mine.logit, lane);
-        else target.prefetch(p, at);
+        const Target<T> target = ahead ? mine.of_other_lane(lane) : Target<T>::of_lane(p, at);
         set.wait_full();
         const auto state = merge_leaves(p, shared.leaves[set.at], seg, Math<Acc>::scale(inv_t));
         set.arrive(shared.rows.empty);

@@ -82,14 +82,15 @@ struct SoftmaxState {
     m = top;
   }
 
-  // The state of all 32 lanes, on every lane: the maximum first, so that each lane rescales once.
-  template <bool kEntropy>
+  // The state of all lanes, on every lane: the maximum first, so that each lane rescales once. With fewer than 32 the
+  // state of kLanes of them, which all others repeat; the bits are those of 32 lanes of which the others hold nothing.
+  template <bool kEntropy, int kLanes = kWarp>
   __device__ __forceinline__ void reduce_warp(Acc scale) {
     const Acc top = warp_max(m);
     rescale<kEntropy>(reference(top), scale);
     m = top;
-    s = warp_sum(s);
-    if constexpr (kEntropy) u = warp_sum(u);
+    s = warp_sum<kLanes>(s);
+    if constexpr (kEntropy) u = warp_sum<kLanes>(u);
   }
 
   __device__ __forceinline__ Acc log_sum() const { return Math<Acc>::log_base(s) * Math<Acc>::log_unit(); }
@@ -107,9 +108,10 @@ struct SoftmaxState {
     }
   }
 
+  template <int kLanes = kWarp>
   static __device__ __forceinline__ Acc warp_sum(Acc x) {
 #pragma unroll
-    for (int d = kWarp / 2; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+    for (int d = kLanes / 2; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
     return x;
   }
 };

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.kernels import AUTO, CLUSTERS, ONLINE, SUFFIX, TMA, Variant, assert_ran
+from support.kernels import ALIGNED, AUTO, CLUSTERS, ONLINE, RINGS, SUFFIX, TMA, Variant, assert_ran
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
 from torch import Tensor
 
@@ -203,27 +203,31 @@ def widths(dtype: torch.dtype) -> list[int]:
 @pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
 def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran):
     """However many threads share a row, entropy asked for or not, and whatever the row holds."""
-    parts = ["online", "wide", "warp", *CLUSTERS, *(["tma"] if TMA.fits(torch.empty(1, device="cuda"), False) else [])]
+    tma = ["tma"] if TMA.fits(torch.empty(1, device="cuda"), False) else []
     torch.manual_seed(0)
     for v in widths(dtype):
-        x = torch.empty(11, v + -v % 8, device="cuda", dtype=dtype)[:, :v].copy_(torch.randn(11, v, device="cuda") * 3)
+        aligned, shifted = (torch.empty(11, w, device="cuda", dtype=dtype)[:, :v] for w in (v + -v % 8, v + 1 + v % 2))
+        x = aligned.copy_(torch.randn(11, v, device="cuda") * 3)
         x[1, v // 2 :] = -torch.inf
         x[2, : v - 1] = -torch.inf
         x[3] = -torch.inf
         x[4, v // 3], x[5, v - 1] = torch.inf, torch.nan
         ids = torch.randint(v, (11,), device="cuda")
         ids[6] = -100
+        shifted.copy_(x)  # each row at another alignment
         for want_entropy in (False, True):
             first = None
-            for part in parts:
+            runs = [(p, x) for p in ("wide", "online", *RINGS, *CLUSTERS, *tma)]
+            runs += [(p, shifted) for p, _ in runs if p not in ALIGNED]
+            for part, y in runs:
                 only_kernel(part)
                 kernel = "tma" if part == "tma" else "online"
-                r = fused_logp(x, ids, kernel=kernel, temperature=0.7, return_lse=True, return_entropy=want_entropy)
+                r = fused_logp(y, ids, kernel=kernel, temperature=0.7, return_lse=True, return_entropy=want_entropy)
                 assert ran[-1] == f"logp_forward_{part}_{SUFFIX[dtype]}"
                 assert r.logp[3:6].isnan().all()
                 got = [t.nan_to_num(7.0, posinf=8.0, neginf=9.0) for t in r if t is not None]
                 first = first or got
-                assert all(map(same_bits, got, first)), f"{part} differs from {parts[0]} at V = {v}"
+                assert all(map(same_bits, got, first)), f"{part} differs from wide at V = {v}, row stride {y.stride(0)}"
 
 
 @pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
@@ -242,7 +246,7 @@ def test_a_gradient_does_not_depend_on_where_its_id_lies(dtype, only_kernel, ran
     expected = fused_logp_backward_out(g, x, ids, **given, grad_logits=store[:, :v]).clone()
     assert_gradient(expected, backward64(g, h, x, ids), dtype)
     for backward in AUTO.backward:
-        only_kernel("online", backward)
+        only_kernel("ring4", backward)
         for offset in range(16 // dtype.itemsize):
             to = torch.empty(offset + v * v, device="cuda", dtype=dtype)[offset:].view(v, v)
             assert same_bits(fused_logp_backward_out(g, x, ids, **given, grad_logits=to), expected)

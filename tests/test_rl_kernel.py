@@ -37,8 +37,8 @@ BACKWARD = ["fused_logp_backward", "fused_logp_backward_indexed"]
 FORWARDS = {**ALLOCATING, **OUT, **WITH_LSE, **DETERMINISTIC}
 HALVES = [torch.bfloat16, torch.float16, torch.float32]
 
-# Few rows and many (another kernel of the same name); V of whole 16-byte rows for the TMA path, and odd.
-SHAPES = [(8, 1000), (1500, 1000), (8, 1001)]
+# Few rows and many (another kernel of the same name, and the TMA path's); V of whole 16-byte rows, and odd.
+SHAPES = [(8, 1000), (2100, 4104), (8, 1001)]
 
 
 class Batch:
@@ -74,22 +74,20 @@ def assert_logp(logp, expected, zero_rows=slice(0, 4)):
 
 
 def assert_symbol(ran, name, dtype, logits):
-    """On the GPU the named algorithm ran; "sm90" is TMA where device and alignment allow and rows are few."""
+    """On the GPU the named algorithm ran; "sm90" is TMA where the device allows and rows are many."""
     if not logits.is_cuda:
         assert not ran
         return
     _, kernel = FORWARDS[name]
     (symbol,) = [s for s in ran if s.startswith("logp_forward")]
     hopper = torch.cuda.get_device_capability(logits.device) == (9, 0)
-    aligned = logits.shape[1] * logits.element_size() % 16 == 0
-    parts = {
-        "two_pass": ["two_pass"],
-        "online": ["online"],
-        "sm90": ["online"],
-    }[kernel]
-    if kernel == "sm90" and hopper and aligned:
-        parts = ["tma"] if len(logits) <= 512 else ["online"]
-    assert symbol in [f"logp_forward_{part}_{SUFFIX[dtype]}" for part in parts]
+    if kernel == "two_pass":
+        part = "two_pass"
+    elif len(logits) < 1000:
+        part = "wide"
+    else:
+        part = "tma" if kernel == "sm90" and hopper else "ring4"
+    assert symbol == f"logp_forward_{part}_{SUFFIX[dtype]}"
 
 
 def test_every_name_is_there():

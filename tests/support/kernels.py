@@ -51,17 +51,22 @@ class Variant:
 
 
 CLUSTERS = ("cluster8x2", "cluster4x2", "cluster2x2", "cluster2x1")
-AUTO = Variant("cuda", "auto", ("online", "warp", "wide", "tma", *CLUSTERS))
-ONLINE = Variant("cuda", "online", ("online", "warp", "wide", *CLUSTERS))
+ALIGNED = ("online", "cluster2x1", "tma")  # which need rows aligned to 16 bytes
+RINGS = ("ring1", "ring4")
+AUTO = Variant("cuda", "auto", ("online", *RINGS, "wide", "tma", *CLUSTERS))
+ONLINE = Variant("cuda", "online", ("online", *RINGS, "wide", *CLUSTERS))
 TMA = Variant("cuda", "tma", ("tma",), aligned=True, hopper=True)
 VARIANTS = [
     Variant("cpu", "auto"),
     Variant("cuda", "reference"),
     AUTO,
-    Variant("cuda", "online", ("online",), only="online", backward=("logp_backward",)),
+    Variant("cuda", "online", ("online",), only="online", backward=("logp_backward",), aligned=True),
     Variant("cuda", "online", ("wide",), only="wide", backward=("logp_backward_eager",)),
-    *(Variant("cuda", "online", (part,), only=part, backward=("logp_backward_eager",)) for part in CLUSTERS),
-    Variant("cuda", "online", ("warp",), only="warp", backward=("logp_backward",), aligned=True),
+    *(
+        Variant("cuda", "online", (part,), only=part, backward=("logp_backward_eager",), aligned=part in ALIGNED)
+        for part in CLUSTERS
+    ),
+    *(Variant("cuda", "online", (part,), only=part, backward=("logp_backward",)) for part in RINGS),
     Variant("cuda", "two_pass", ("two_pass",)),
     TMA,
 ]

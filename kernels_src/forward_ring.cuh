@@ -1,0 +1,195 @@
+// Forward through shared memory: a few warps share a row, and each lane copies the vectors it will use ahead of itself
+// (cp.async), so that what is on its way holds no registers and no warp waits for another before the row's end.
+//
+// Each of kWarps warps takes its parts of every tile: one warp stands in for the four of a group, four take one part
+// each. Leaves and merge are those of the other kernels: same bits.
+// Rows at any alignment: the ring holds the aligned granules that the vectors lie in, one more for each 32, and vectors
+// are shifted into place on their way to registers.
+#pragma once
+#include "forward.cuh"
+
+// Resident blocks a multiprocessor that the register budget is set for; wider types and Blackwell code need more
+// registers, and before Hopper there is shared memory for one less.
+#if __CUDA_ARCH__ >= 1000
+template <class T, int kWarps>
+constexpr int kRingBlocks = kWarps == 1 ? 3 : 5;
+#else
+template <class T, int kWarps>
+constexpr int kRingBlocks = kWarps == 1                     ? (sizeof(typename T::Bits) == 8 ? 3 : 5)
+                            : sizeof(typename T::Bits) == 8 ? 5
+                            : sizeof(typename T::Bits) == 4 ? 7
+                            : __CUDA_ARCH__ < 900           ? 8
+                                                            : 9;
+#endif
+
+template <class T, int kWarps, int kDepth>
+struct RowRing {
+  static constexpr int kParts = kGroupWarps / kWarps;  // of a tile, for each warp
+  static constexpr int kSlots = kDepth * kParts;
+
+  Vec16 granules[kWarps][kSlots][kVectors<T>][kWarp + 1];
+};
+
+template <class T, int kWarps, int kDepth, bool kAligned, bool kEntropy>
+struct RingScan {
+  using Acc = typename T::Acc;
+  using State = SoftmaxState<Acc>;
+  using Ring = RowRing<T, kWarps, kDepth>;
+  static constexpr int kParts = Ring::kParts;
+  static constexpr u32 kRowBytes = (kWarp + 1) * 16, kSlotBytes = kVectors<T> * kRowBytes;
+
+  const RowReader<T>& reader;
+  const Segmentation& seg;
+  const Acc scale;
+  State state[kParts];
+  const u32 place;     // in shared memory: where this lane's first granule of slot 0 is
+  const char* source;  // in global memory: this lane's first granule of the next tile to fetch
+  i32 left;            // granules of the row from that one on
+  u32 slot;            // of the next tile to read, part 0; the next parts follow
+
+  __device__ __forceinline__ RingScan(const RowReader<T>& reader, const Segmentation& seg, Ring& ring, u32 warp,
+                                      Acc scale)
+      : reader(reader), seg(seg), scale(scale), place(shared_address(&ring.granules[warp][0][0][lane()])),
+        source(reader.granule(0)), left(reader.granules()), slot(0) {
+    const u32 first = warp * kParts * kWarp + lane();
+    source += first * 16;
+    left -= first;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) state[part] = State::empty();
+  }
+
+  static __device__ __forceinline__ u32 lane() { return threadIdx.x % kWarp; }
+
+  // Asks for a part of a tile. A row that is not aligned has its first granule in common with what lies before it.
+  __device__ __forceinline__ void fetch(u32 slot, int part, bool is_first = false) const {
+    const u32 to = place + slot * kSlotBytes;
+#pragma unroll
+    for (int j = 0; j < kVectors<T>; ++j) {
+      const int ahead = j * kGroup + part * kWarp;
+      if (ahead < left && !(!kAligned && is_first && j == 0)) copy_async(to + j * kRowBytes, source + ahead * 16);
+    }
+    if constexpr (!kAligned) {
+      // The granule behind a warp's 32 is fetched by a lane for each row of vectors.
+      const int ahead = lane() * (kGroup - 1) + kWarp + part * kWarp;
+      const u32 behind = to + lane() * (kRowBytes - 16) + kWarp * 16;
+      if (lane() < kVectors<T> && ahead < left) copy_async(behind, source + ahead * 16);
+    }
+    copy_async_commit();
+  }
+
+  __device__ __forceinline__ void advance() {
+    source += kTileBytes<T>;
+    left -= kTileBytes<T> / 16;
+  }
+
+  __device__ __forceinline__ void read(u32 slot, Vec16 (&v)[kVectors<T>]) const {
+    const u32 from = place + slot * kSlotBytes;
+    if constexpr (kAligned) {
+#pragma unroll
+      for (int j = 0; j < kVectors<T>; ++j) load_shared(from + j * kRowBytes, v[j].w);
+    } else {
+      __syncwarp();
+      reader.realign(v, [&](int j, Vec16 (&pair)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) load_shared(from + j * kRowBytes + i * 16, pair[i].w);
+      });
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ void add_whole_tile() {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      Vec16 v[kVectors<T>];
+      copy_async_wait<Ring::kSlots - 1>();
+      read(slot + part, v);
+      fetch(slot + part, part);
+      state[part].template add<T, kEntropy>(v, scale);
+    }
+  }
+
+  // A tile at an end of the row: some vectors do not lie inside. The states take turns in state[0].
+  __device__ __forceinline__ void add_end_tile(u32 tile, u32 warp) {
+#pragma unroll 1
+    for (int part = 0; part < kParts; ++part) {
+      constexpr u32 kStep = kGroup * T::kVec;
+      const u32 first = tile * kTileColumns<T> + (warp * kParts + part) * kWarp * T::kVec, c = first + lane() * T::kVec;
+      const Vec16 at_end = reader.template load_end<kAligned, kVectors<T>>(c, kStep);
+      Vec16 v[kVectors<T>];
+      copy_async_wait<Ring::kSlots - 1>();
+      read(slot + part, v);
+      fetch(slot + part, part);
+      reader.template put_ends<kAligned>(at_end, v, c, kStep);
+      if (first < reader.vocab_size)
+        state[0].template add<T, kEntropy>(v, scale, (reader.vocab_size - first + kStep - 1) / kStep);
+      const State first_state = state[0];
+#pragma unroll
+      for (int i = 0; i + 1 < kParts; ++i) state[i] = state[i + 1];
+      state[kParts - 1] = first_state;
+    }
+  }
+
+  // Calls put(leaf, state) on every lane.
+  template <class Put>
+  __device__ __forceinline__ void run(u32 warp, Put put) {
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) fetch(d * kParts + part, part, d + part == 0 && warp + lane() == 0);
+      advance();
+    }
+    u32 tile = 0;
+#pragma unroll 1
+    for (u32 segment = 0; seg.has(segment); ++segment) {
+      const u32 end = min((segment + 1) * seg.tiles_per_segment, seg.tiles);
+#pragma unroll 1
+      for (; tile < end; ++tile) {
+        if (reader.template has_tile<kAligned>(tile * kTileColumns<T>, kTileColumns<T>)) add_whole_tile();
+        else add_end_tile(tile, warp);
+        advance();
+        slot = slot + kParts == Ring::kSlots ? 0 : slot + kParts;
+      }
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        state[part].template reduce_warp<kEntropy>(scale);
+        put(segment * kGroupWarps + warp * kParts + part, state[part]);
+        state[part] = State::empty();
+      }
+    }
+  }
+};
+
+template <class T, int kWarps, int kDepth>
+__device__ __forceinline__ void forward_row_ring(const LogpParams& p) {
+  using Acc = typename T::Acc;
+  constexpr u32 kRows = kWarps == 1 ? kGroupWarps : 1;  // a block's
+  __shared__ RowRing<T, kWarps, kDepth> rings[kRows];
+  __shared__ Leaves<Acc> leaves[kRows];
+  const u32 index = threadIdx.x / kWarp / kWarps, warp = threadIdx.x / kWarp % kWarps;
+  const u32 row = blockIdx.x * kRows + index;
+  if (row >= p.num_rows) return;
+  const RowIndex at(row, p.inner_rows);
+  if (!is_active(p, row, at)) {
+    if (threadIdx.x % (kWarps * kWarp) == 0) write_skipped_row<Acc>(p, row);
+    return;
+  }
+  const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
+  const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
+  const Segmentation seg(p.vocab_size, kTileColumns<T>);
+  Target<T> target{};
+  if (warp == 0) target = Target<T>::of_lane(p, at);
+  const auto put = [&](int leaf, const SoftmaxState<Acc>& state) {
+    if (threadIdx.x % kWarp == 0) leaves[index].put(leaf, state);
+  };
+  auto& ring = rings[index];
+  if (reader.shift == 0) {
+    if (p.entropy != nullptr) RingScan<T, kWarps, kDepth, true, true>(reader, seg, ring, warp, scale).run(warp, put);
+    else RingScan<T, kWarps, kDepth, true, false>(reader, seg, ring, warp, scale).run(warp, put);
+  } else {
+    if (p.entropy != nullptr) RingScan<T, kWarps, kDepth, false, true>(reader, seg, ring, warp, scale).run(warp, put);
+    else RingScan<T, kWarps, kDepth, false, false>(reader, seg, ring, warp, scale).run(warp, put);
+  }
+  if (kWarps == 1) __syncwarp();
+  else __syncthreads();
+  if (warp == 0) finish_row<T>(p, block_index_again() * kRows + index, leaves[index], seg, scale, target);
+}
