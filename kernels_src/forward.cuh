@@ -94,16 +94,13 @@ template <bool kEntropy, class Acc>
 __device__ __forceinline__ SoftmaxState<Acc> merge_leaves(const Leaves<Acc>& leaves, const Segmentation& seg,
                                                           Acc scale) {
   static_assert(kMaxLeaves == 2 * kWarp, "a lane has at most two leaves");
-  const u32 lane = threadIdx.x % kWarp;
-  if (!seg.has(1)) {  // a short row's few leaves, over and over
-    SoftmaxState<Acc> state = leaves.get(lane % kGroupWarps);
-    state.template reduce_warp<kEntropy, kGroupWarps>(scale);
-    return state;
-  }
+  // A row of one segment has few leaves, which the lanes then hold over and over.
+  const u32 lane = threadIdx.x % kWarp, leaf = seg.has(1) ? lane : lane % kGroupWarps;
   SoftmaxState<Acc> state = SoftmaxState<Acc>::empty();
-  if (seg.has(lane / kGroupWarps)) state = leaves.get(lane);
+  if (seg.has(leaf / kGroupWarps)) state = leaves.get(leaf);
   if (seg.has((lane + kWarp) / kGroupWarps)) state.template merge<kEntropy>(leaves.get(lane + kWarp), scale);
-  state.template reduce_warp<kEntropy>(scale);
+  if (seg.has(1)) state.template reduce_warp<kEntropy>(scale);
+  else state.template reduce_warp<kEntropy, kGroupWarps>(scale);
   return state;
 }
 
