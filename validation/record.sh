@@ -53,7 +53,7 @@ stall=smsp__average_warps_issue_stalled
 metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
 metrics+=,smsp__issue_active.avg.pct_of_peak_sustained_active,smsp__inst_executed.sum,l1tex__t_sector_hit_rate.pct
 for reason in long_scoreboard barrier not_selected wait imc_miss; do metrics+=,${stall}_${reason}_per_issue_active.ratio; done
-record ncu "ncu --clock-control none --kernel-name regex:logp_ --metrics $metrics python3 validation/profile.py" 170
+record ncu "ncu --clock-control none --kernel-name regex:logp_ --metrics $metrics python3 validation/profile.py" 190
 record memory "python3 -P validation/peak_memory.py" 10
 record entropy "python3 -P validation/entropy_cost.py" 10
 # Where there are two GPUs.
