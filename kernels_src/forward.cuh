@@ -13,6 +13,7 @@
 #include "reader.cuh"
 #include "row.cuh"
 #include "softmax_state.cuh"
+#include "target.cuh"
 
 constexpr int kGroup = 128;  // threads that work on one segment together
 constexpr int kGroupWarps = kGroup / kWarp;
@@ -110,57 +111,6 @@ __device__ __forceinline__ SoftmaxState<Acc> merge_leaves(const LogpParams& p, c
                                                           const Segmentation& seg, Acc scale) {
   return p.entropy != nullptr ? merge_leaves<true>(leaves, seg, scale) : merge_leaves<false>(leaves, seg, scale);
 }
-
-// What stands for an id that asks for nothing.
-template <class Acc>
-__device__ __forceinline__ Acc no_target(const LogpParams& p) {
-  return p.is_shard ? Math<Acc>::infinity() : Acc(0);
-}
-
-// What an id of an active row asks for: a column's logit, or a result that does not depend on what the row holds.
-template <class T>
-struct Target {
-  using Acc = typename T::Acc;
-  enum Kind : u32 { kColumn, kOtherShard, kNaN, kNothing };
-
-  typename T::Bits bits;  // as they come from memory, and without a branch: nothing waits for them until they are used
-  Kind kind;
-
-  static __device__ __forceinline__ Target of(const LogpParams& p, const RowIndex& at, u32 k) {
-    const i64 id = token_id(p, at, k);
-    const bool is_column = is_valid(p, id);
-    return {row_start<T>(p, at)[is_column ? id : 0],
-            is_column                                ? kColumn
-            : is_in_vocabulary(p, id)                ? kOtherShard
-            : p.invalid_is_nan && !is_ignored(p, id) ? kNaN
-                                                     : kNothing};
-  }
-
-  // The lane's own, or the last one's. The warp that will write the row asks for it before the row is scanned, so that
-  // its latency is hidden; ids beyond the 32nd are looked at at the end.
-  static __device__ __forceinline__ Target of_lane(const LogpParams& p, const RowIndex& at) {
-    return of(p, at, min(threadIdx.x % kWarp, p.num_ids - 1));
-  }
-
-  __device__ __forceinline__ Target of_other_lane(u32 lane) const {
-    return {static_cast<typename T::Bits>(__shfl_sync(~0u, bits, lane)),
-            static_cast<Kind>(__shfl_sync(~0u, static_cast<u32>(kind), lane))};
-  }
-
-  // For a shard the logit stands in for logp: -inf for another shard's, as for a column that is not there, and +inf for
-  // no target. A logit of +inf is NaN there, as the row's logp will be.
-  __device__ __forceinline__ Acc logp(const LogpParams& p, Acc row_max, Acc log_sum, Acc inv_t) const {
-    const Acc x = T::to_acc(bits);
-    switch (kind) {
-      case kColumn:
-        if (!p.is_shard) return (x - row_max) * inv_t - log_sum;
-        return x == Math<Acc>::infinity() ? Math<Acc>::nan() : x;
-      case kOtherShard: return -Math<Acc>::infinity();
-      case kNaN: return Math<Acc>::nan();
-      default: return no_target<Acc>(p);
-    }
-  }
-};
 
 template <class Acc>
 __device__ __forceinline__ void store_statistic(void* out, u32 row, Acc value) {
