@@ -24,11 +24,11 @@ constexpr int kEagerBlocks = sizeof(typename T::Bits) == 8 ? 4 : sizeof(typename
 #define LOGP_KERNELS(T, suffix)                                                                      \
   extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)                            \
       logp_forward_online_##suffix(const __grid_constant__ LogpParams p) {                           \
-    forward_row_per_block<OnlineScan, T, 1, true>(p);                                                         \
+    forward_row_per_block<OnlineScan, T, 1, true>(p);                                                \
   }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(kWideGroups * kGroup, 1)                              \
       logp_forward_wide_##suffix(const __grid_constant__ LogpParams p) {                             \
-    forward_row_per_block<OnlineScan, T, kWideGroups, false>(p);                                            \
+    forward_row_per_block<OnlineScan, T, kWideGroups, false>(p);                                     \
   }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(kGroup, kRingBlocks<T, 1>)                            \
       logp_forward_ring1_##suffix(const __grid_constant__ LogpParams p) {                            \
@@ -40,7 +40,7 @@ constexpr int kEagerBlocks = sizeof(typename T::Bits) == 8 ? 4 : sizeof(typename
   }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(kGroup, 4)                                            \
       logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) {                         \
-    forward_row_per_block<TwoPassScan, T, 1, false>(p);                                                        \
+    forward_row_per_block<TwoPassScan, T, 1, false>(p);                                              \
   }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(Eager::kThreads, kEagerBlocks<T>)                     \
       logp_backward_eager_##suffix(const __grid_constant__ LogpParams p) {                           \
