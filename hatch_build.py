@@ -49,6 +49,7 @@ class CubinBuildHook(BuildHookInterface[Any]):
     def _compile(self, root: Path, out: Path, made: Path) -> Path:
         """Fill `out` with the cubins and their manifest; return their bill of materials, a file in `made`."""
         from build_tools.build import build
+        from build_tools.cache import CachedCompiler
         from build_tools.compilers import select_compiler
         from build_tools.errors import BuildError
         from build_tools.kernel_table import load_table
@@ -56,9 +57,10 @@ class CubinBuildHook(BuildHookInterface[Any]):
 
         try:
             table = load_table(root / "build_tools" / "kernels.toml")
-            compiler = select_compiler(table)
+            compiler = CachedCompiler(select_compiler(table), root / "build" / "compiled")
             self.app.display_info(f"Compiling cubins with {compiler.name} {compiler.version}")
             manifest = build(table, compiler, out, source_dir=root / "kernels_src", root=root)
+            compiler.drop_unused()
         except BuildError as error:
             # Not raised on: pip would bury the one line that matters in its traceback.
             self.app.abort(f"{type(error).__name__}: {error}")

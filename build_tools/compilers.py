@@ -23,15 +23,20 @@ DEFAULT = "nvrtc"
 
 @dataclass(frozen=True)
 class Compilation:
-    """A cubin, what each of its kernels uses, and the lines in which the compiler warned."""
+    """A cubin, and what the compiler said while making it."""
 
     image: bytes
-    resources: dict[str, Resources]
-    warnings: tuple[str, ...]
+    log: str
 
-    @classmethod
-    def from_log(cls, image: bytes, log: str) -> Compilation:
-        return cls(image, parse_report(log), find_warnings(log))
+    @property
+    def resources(self) -> dict[str, Resources]:
+        """What each kernel uses."""
+        return parse_report(self.log)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The lines in which the compiler warned."""
+        return find_warnings(self.log)
 
 
 class Compiler(Protocol):

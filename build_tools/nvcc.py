@@ -47,7 +47,7 @@ class Nvcc:
                 ],
                 source.parent,
             )
-            return Compilation.from_log(cubin.read_bytes(), log)
+            return Compilation(cubin.read_bytes(), log)
 
     def _run(self, arguments: list[str], folder: Path | None = None) -> str:
         # In the source's folder, so that no message and no symbol carries the path to it.

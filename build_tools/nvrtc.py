@@ -62,7 +62,7 @@ class Nvrtc:
                     f"{source.name}: expected it to compile for {architecture}, got "
                     f"{self._error(status)}. Its message:\n{log}"
                 )
-            return Compilation.from_log(self._get(program, "CUBIN"), log)
+            return Compilation(self._get(program, "CUBIN"), log)
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 

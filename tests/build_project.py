@@ -58,7 +58,7 @@ def table_text():
 
 def make_project(root):
     shutil.copytree(ROOT / "build_tools", root / "build_tools")
-    for name in ("pyproject.toml", "hatch_build.py", "LICENSE"):
+    for name in (".gitignore", "pyproject.toml", "hatch_build.py", "LICENSE"):
         shutil.copy(ROOT / name, root / name)
     files = {
         "README.md": "",

@@ -151,7 +151,7 @@ def test_compiler_warning(compile_text):
 
 def test_report_without_the_kernel(good):
     with pytest.raises(errors.MissingReportError, match="scale: expected ptxas to report"):
-        check(Compilation(good.image, {}, ()))
+        check(Compilation(good.image, ""))
 
 
 def test_more_registers_than_a_block_has(good):

@@ -91,6 +91,7 @@ def test_wheel_and_sdist(project, tmp_path, backend):
     # The other machine's wheel, built here: all but the tag is the same.
     done = backend(f"build_wheel({str(tmp_path / 'c')!r})", _PYTHON_HOST_PLATFORM="linux-aarch64")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((project / "build" / "compiled").iterdir())) == 3
 
     (first,), (second,), (other,) = (list((tmp_path / name).iterdir()) for name in "abc")
     assert first.name.startswith("fused_logp_hub-1.2.3-py3-none-manylinux_2_17_")
