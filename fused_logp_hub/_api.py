@@ -141,8 +141,7 @@ def fused_logp_out(
         if tensor is not None:
             _outputs.output(name, tensor, spec.leading, logits, (spec.dtype,))
             written.append(tensor)
-    for tensor in written:
-        increment_version(tensor)
+    increment_version(written)
     _ops.forward(problem, kernel, out, row_max, log_sum, entropy, False)
     return out
 

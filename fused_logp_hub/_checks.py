@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fused_logp_hub._errors import ArgumentError, ArgumentTypeError, InvalidTokenIdError
-from fused_logp_hub._problem import Problem, Shard, Spec, accumulation_dtype, remember
+from fused_logp_hub._problem import Problem, Shard, Spec, accumulation_dtype, copy_reason, remember
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int64, torch.int32)
@@ -50,7 +50,8 @@ def make_problem(
     if row_mask is not None:
         row_mask = _flat_mask(row_mask, logits)
     key = (
-        logits.dtype, logits.shape, logits.device, token_ids.dtype, token_ids.shape, token_ids.device,
+        logits.dtype, logits.shape, logits.stride(), logits.device,
+        token_ids.dtype, token_ids.shape, token_ids.stride(), token_ids.device,
         number, ignore_index, on_invalid, shard,
     )  # fmt: skip
     traced = torch.compiler.is_dynamo_compiling()  # a dict of sizes would have each of them compiled anew
@@ -108,6 +109,7 @@ def _spec(
         ignore_index,
         invalid_is_nan,
         shard,
+        len(shape) <= 3 and copy_reason(logits) is None,
     )
 
 

@@ -114,12 +114,11 @@ def forward(
     raw: bool,
 ) -> None:
     """Launch the forward; the statistics are addresses, 0 where not wanted. raw: row_max of the logits, not / T."""
+    if not problem.spec.readable:
+        problem = problem.readable()  # whose shapes and strides follow from those that the spec is of
     logits, ids, mask, rows, spec = problem
     address = logits.data_ptr()
-    key = (
-        spec, requested, address & 15, logits.shape, logits.stride(), ids.stride(), rows is not None and rows.stride(),
-        logp.dtype, raw,
-    )  # fmt: skip
+    key = (spec, requested, address & 15, rows is not None and rows.stride(), logp.dtype, raw)
     launch = _launches.get(key)
     if launch is None:
         function = plan("logp_forward", requested, logits, spec.num_rows)

@@ -51,7 +51,7 @@ def forward(
         return
     if not uses_reference(problem.logits, kernel):
         addresses = (_address(row_max), _address(log_sum), _address(entropy))
-        _launch.forward(problem.readable(), kernel, logp, *addresses, raw)
+        _launch.forward(problem, kernel, logp, *addresses, raw)
         return
     row_max, log_sum, entropy = (None if t is None else t.view(n) for t in (row_max, log_sum, entropy))
     _reference.forward(problem.reshaped(n), logp.view(n, -1), row_max, log_sum, entropy, raw)
@@ -133,7 +133,7 @@ def run_forward(
     entropy = empty(spec.leading, spec.dtype) if want_entropy else None
     if spec.num_rows and not uses_reference(logits, kernel):
         row_max, log_sum = _halves(statistics, spec.num_rows)
-        _launch.forward(problem.readable(), kernel, logp, row_max, log_sum, _address(entropy), True)
+        _launch.forward(problem, kernel, logp, row_max, log_sum, _address(entropy), True)
     else:
         tops, log_sums = (None, None) if statistics is None else statistics.unbind(0)
         forward(problem, kernel, logp, tops, log_sums, entropy, True)

@@ -22,7 +22,7 @@ class Shard(NamedTuple):
 @dataclass(frozen=True, eq=False, slots=True)
 class Spec:
     """What a call asks for, without its tensors. `_checks.make_problem` gives the same object to calls that
-    differ in nothing but addresses and strides, so that it stands for all it holds in the key of a cache.
+    differ in nothing but addresses, so that it stands for shapes, strides, dtypes and all it holds in a cache's key.
     """
 
     dtype: torch.dtype
@@ -36,6 +36,8 @@ class Spec:
     ignore_index: int | None
     invalid_is_nan: bool
     shard: Shard | None
+    readable: bool
+    """Whether the CUDA kernels read these logits as they lie; see `Problem.readable`."""
 
 
 class Problem(NamedTuple):

@@ -62,11 +62,11 @@ def test_an_ignored_id_of_another_type(make):
 
 
 def test_calls_are_told_apart():
-    """One entry for each set of shapes, dtypes and options, whatever the strides and values."""
+    """One entry for each set of shapes, strides, dtypes and options, whatever the addresses and values."""
     x, ids = batch()
     for _ in range(2):
         fused_logp(x, ids)
-        fused_logp(x.T.contiguous().T, ids.flip(0))
+        fused_logp(x.clone(), ids.flip(0))
     assert len(_checks._specs) == 1
     variants = [
         {"temperature": 0.7}, {"ignore_index": None}, {"ignore_index": 3}, {"on_invalid": "nan"},
@@ -78,7 +78,9 @@ def test_calls_are_told_apart():
     fused_logp(x[:, :-1], ids)
     fused_logp(x[:2], ids[:2])
     fused_logp(x, ids[:, None])
-    assert len(_checks._specs) == 1 + len(variants) + 5
+    fused_logp(x.T.contiguous().T, ids)
+    fused_logp(x, ids.repeat_interleave(2)[::2])
+    assert len(_checks._specs) == 1 + len(variants) + 7
 
 
 def test_no_more_entries_than_are_of_use():

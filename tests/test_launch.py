@@ -116,6 +116,25 @@ def test_rows_are_where_the_parameters_say(launched, logits, ids_of):
     assert (backward["grad_logp"], backward["grad_logp_rows"]) == (grad_logp.data_ptr(), (0, 0))
 
 
+def test_layouts_of_one_shape_in_turn(launched):
+    """What was worked out for one is not taken for another."""
+    base, ids = torch.randn(6, 4, 80), torch.zeros(4, 4, dtype=torch.int64)
+    layouts = [
+        base[:4, :, :40],
+        base[1:5, :, 1:41],
+        base[:1, :1, :40].expand(4, 4, 40),
+        base[:4, :, :40].transpose(0, 1),
+    ]
+    for logits in layouts * 2:
+        for strided in (ids, ids.T, ids.repeat(1, 2)[:, ::2]):
+            problem = _checks.make_problem(logits, strided, None, 1.0, -100, "zero")
+            _ops.run_forward(problem, "auto", torch.float32, False, False)
+            _, fields = launched[-1]
+            assert row_addresses("logits", fields, logits.element_size()) == expected_addresses(logits, 2)
+            assert row_addresses("token_ids", fields, ids.element_size()) == expected_addresses(strided, 2)
+    assert len(launched) == 2 * len(_launch._launches) == 2 * 3 * len(layouts)
+
+
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)])
 def test_vocabulary_stride_is_copied_first(launched, shape):
     logits = torch.randn(*shape[:-1], 16)[..., ::2]
