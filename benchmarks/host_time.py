@@ -2,7 +2,7 @@
 
 A sample is the wall time of a few calls issued in a row, after two that bring caller and data into the CPU's caches
 and without the synchronisation that follows: the queue stays short, so that a call never waits for room in it.
-Callers take turns.
+Callers take turns. Beside them stands the least that a call from Python costs.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import fused_logp_hub
-from benchmarks import providers, timing
+from benchmarks import names, providers, timing
 from benchmarks.case import Case
 from benchmarks.loading import Unavailable
 from benchmarks.shapes import Shape
+from fused_logp_hub import _driver
 
 SHAPE = Shape(8, 1024, asserts="")
 CALLS, SAMPLES, WARM_UP = 8, 200, 20
@@ -39,6 +42,8 @@ def rows(device: torch.device, with_peers: list[str]) -> list[dict[str, object]]
     """p20, p50, p80 of every caller, eager PyTorch among them."""
     case = Case(SHAPE, device, cache_bytes=1)
     timed = _ours(case) + _eager(case)
+    if device.type == "cuda":
+        timed += _least(case)
     for provider in providers.PROVIDERS:
         if provider.name in OTHERS and provider.name in with_peers:
             timed += _peer(case, provider)
@@ -89,6 +94,45 @@ def _eager(case: Case) -> list[Timed]:
         Timed(
             "forward and backward", "eager",
             lambda: torch.autograd.grad(forward(leaf), leaf, case.grad_logp),
+        ),
+    ]  # fmt: skip
+
+
+class _Nothing(torch.autograd.Function):
+    """A node written in Python that computes nothing, but allocates and saves what ours does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return torch.empty(len(logits), device=logits.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad_logp: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return torch.empty_like(logits)
+
+
+def _least(case: Case) -> list[Timed]:
+    """What is left without checks, look-ups and addresses, and what PyTorch takes for any node."""
+    logits, ids, leaf = case.logits[0], case.token_ids, case.leaf(0)
+    out = torch.empty(ids.shape, device=case.device)
+    launches = []
+    with patch.object(_driver.Function, "launch", lambda *arguments: launches.append(arguments)):
+        fused_logp_hub.fused_logp_out(logits, ids, out=out)
+    function, *arguments = launches[0]
+
+    def allocate_and_launch() -> Tensor:
+        fresh = torch.empty(ids.shape, device=case.device)
+        function.launch(*arguments)
+        return fresh
+
+    return [
+        Timed("forward, no gradient", names.HOST_LIMIT, allocate_and_launch),
+        Timed("forward, *_out with statistics", names.HOST_LIMIT, lambda: function.launch(*arguments)),
+        Timed("forward, differentiable", names.HOST_LIMIT, lambda: _Nothing.apply(leaf)),
+        Timed(
+            "forward and backward", names.HOST_LIMIT,
+            lambda: torch.autograd.grad(_Nothing.apply(leaf), leaf, case.grad_logp),
         ),
     ]  # fmt: skip
 

@@ -20,8 +20,13 @@ PROVIDERS = {
     ),
     "torch.compile": ("torch.compile", "the eager expression, compiled for the shape"),
     "eager": ("eager", "log_softmax(logits.float(), -1).gather(-1, ids)"),
+    "least": (
+        "least",
+        "of host time: allocation and launch without a check; an autograd node that launches nothing",
+    ),
 }
 LIMITS = ("read", "copy")
+HOST_LIMIT = "least"
 OURS = tuple(name for name in PROVIDERS if name.startswith("ours"))
 LIBRARIES = ("quack", "liger", "flash-attn", "trl-triton", "trl-torch")
 

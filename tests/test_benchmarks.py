@@ -107,7 +107,7 @@ def test_shapes_and_providers_are_selected_by_name():
 
 
 def test_every_provider_has_a_label():
-    assert {p.name for p in providers.PROVIDERS} | set(names.LIMITS) == set(names.PROVIDERS)
+    assert {p.name for p in providers.PROVIDERS} | {*names.LIMITS, names.HOST_LIMIT} == set(names.PROVIDERS)
 
 
 def test_buffers_exceed_three_caches():
