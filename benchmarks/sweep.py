@@ -94,12 +94,12 @@ def kernels(dtype: str, device: torch.device) -> list[Forced]:
 @contextlib.contextmanager
 def forcing(function: _driver.Function) -> Iterator[None]:
     """Launches inside run that kernel, whatever the selector would choose."""
-    original = _launch.plan, _launch._launches
-    _launch.plan, _launch._launches = lambda *_: function, {}
+    original = _launch.plan, _launch.launches
+    _launch.plan, _launch.launches = lambda *_: function, {}
     try:
         yield
     finally:
-        _launch.plan, _launch._launches = original
+        _launch.plan, _launch.launches = original
 
 
 def measure_point(

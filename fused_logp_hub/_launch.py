@@ -1,7 +1,8 @@
 """From tensors to a kernel launch: facts, plan, grid, parameters. CUDA tensors only.
 
 All of it but the addresses is done once for each distinct set of shapes, strides, dtypes and options, so a call
-costs a look into a cache, one struct pack and one launch. Tensors are read through their strides.
+costs a look into a cache, one struct pack and one launch. The checks before it are looked up the same way, or both at
+once (`_recall`). Tensors are read through their strides.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fused_logp_hub import _driver, _manifest, _params, _selection
 from fused_logp_hub._errors import ArgumentError, KernelUnavailableError
-from fused_logp_hub._problem import Problem, collapse, remember
+from fused_logp_hub._problem import Problem, Spec, collapse, remember
 
 _DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",
@@ -27,7 +28,7 @@ _DTYPE_NAMES = {
 _DTYPE_CODES = {dtype: _params.DTYPE_CODES[name] for dtype, name in _DTYPE_NAMES.items()}
 _MAX_GRID = 2**31 - 1
 _plans: dict[tuple[object, ...], _driver.Function] = {}
-_launches: dict[tuple[object, ...], Launch] = {}
+launches: dict[tuple[object, ...], Launch] = {}
 
 # The raw handle of PyTorch's current stream on a device; 60 times cheaper than the Stream object.
 current_stream: Callable[[int], int] = getattr(
@@ -102,6 +103,13 @@ class Launch(NamedTuple):
     function: _driver.Function
     grid: int
     constants: bytes
+    spec: Spec
+
+    def run(self, addresses: tuple[int, ...]) -> None:
+        """Launch on the device's current stream; addresses as in `_params.LOGP_ADDRESSES`, 0 for what is absent."""
+        function, grid, constants, _ = self
+        stream = current_stream(function.device.ordinal)
+        function.launch(grid, stream, _params.LOGP, (*addresses, constants))
 
 
 def forward(
@@ -116,20 +124,24 @@ def forward(
     """Launch the forward; the statistics are addresses, 0 where not wanted. raw: row_max of the logits, not / T."""
     if not problem.spec.readable:
         problem = problem.readable()  # whose shapes and strides follow from those that the spec is of
-    logits, ids, mask, rows, spec = problem
-    address = logits.data_ptr()
-    key = (spec, requested, address & 15, rows is not None and rows.stride(), logp.dtype, raw)
-    launch = _launches.get(key)
+    logits, ids, mask, rows, _ = problem
+    launch = forward_launch(problem, requested, logp.dtype, raw)
+    launch.run((
+        ids.data_ptr(), 0 if mask is None else mask.data_ptr(), logits.data_ptr(),
+        0 if rows is None else rows.data_ptr(), row_max, log_sum, entropy, logp.data_ptr(), 0, 0, 0,
+    ))  # fmt: skip
+
+
+def forward_launch(problem: Problem, requested: str, logp_dtype: torch.dtype, raw: bool) -> Launch:
+    """The launch of a problem that can be read as it lies."""
+    logits, _, _, rows, spec = problem
+    key = (spec, requested, logits.data_ptr() & 15, rows is not None and rows.stride(), logp_dtype, raw)
+    launch = launches.get(key)
     if launch is None:
         function = plan("logp_forward", requested, logits, spec.num_rows)
-        launch = _prepare(function, problem, logp_dtype=_DTYPE_CODES[logp.dtype], row_max_is_raw=raw)
-        remember(_launches, key, launch)
-    function, grid, constants = launch
-    values = (
-        ids.data_ptr(), 0 if mask is None else mask.data_ptr(), address, 0 if rows is None else rows.data_ptr(),
-        row_max, log_sum, entropy, logp.data_ptr(), 0, 0, 0, constants,
-    )  # fmt: skip
-    function.launch(grid, current_stream(function.device.ordinal), _params.LOGP, values)
+        launch = _prepare(function, problem, logp_dtype=_DTYPE_CODES[logp_dtype], row_max_is_raw=raw)
+        remember(launches, key, launch)
+    return launch
 
 
 def backward(
@@ -151,19 +163,16 @@ def backward(
         grad_logits.stride(), grad_logp.dtype, grad_logp.stride(),
         grad_entropy is not None and (grad_entropy.dtype, grad_entropy.stride()), raw,
     )  # fmt: skip
-    launch = _launches.get(key)
+    launch = launches.get(key)
     if launch is None:
         function = plan("logp_backward", _selection.AUTO, logits, spec.num_rows)
         launch = _prepare(function, problem, grad_logp, grad_entropy, grad_logits, row_max_is_raw=raw)
-        remember(_launches, key, launch)
-    function, grid, constants = launch
-    values = (
+        remember(launches, key, launch)
+    launch.run((
         ids.data_ptr(), 0 if mask is None else mask.data_ptr(), address, 0 if rows is None else rows.data_ptr(),
         row_max, log_sum, entropy, 0,
         grad_logp.data_ptr(), 0 if grad_entropy is None else grad_entropy.data_ptr(), grad_logits.data_ptr(),
-        constants,
-    )  # fmt: skip
-    function.launch(grid, current_stream(function.device.ordinal), _params.LOGP, values)
+    ))  # fmt: skip
 
 
 def mark_rows(row_indices: Tensor, row_mask: Tensor) -> None:
@@ -233,4 +242,4 @@ def _prepare(
         blocks_per_row=_params.divisor(max(grid // spec.num_rows, 1)),
         **more,
     )
-    return Launch(function, grid, constants)
+    return Launch(function, grid, constants, spec)

@@ -6,47 +6,17 @@ address of every row, computed from the bytes as kernels_src/row.cuh does, must 
 
 from __future__ import annotations
 
-import struct
-from types import SimpleNamespace
-
 import pytest
 import torch
-from support.manifests import SYNTHETIC
+from support.launches import record_launches
 
 from fused_logp_hub import _checks, _launch, _ops, _params
 from fused_logp_hub._problem import Shard
 
-CONSTANTS = struct.Struct("=" + "".join(codes for _, codes in _params.LOGP_CONSTANTS))
-
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Every launch as (grid, fields by name), most recent last."""
-    launches = []
-
-    def launch(self, grid, stream, layout, values):
-        *addresses, constants = layout.unpack(layout.pack(*values))
-        fields = dict(zip(_params.LOGP_ADDRESSES, addresses, strict=True))
-        numbers = list(CONSTANTS.unpack(constants))
-        for name, codes in _params.LOGP_CONSTANTS:
-            taken, numbers = numbers[: len(codes)], numbers[len(codes) :]
-            fields[name] = taken[0] if len(taken) == 1 else tuple(taken)
-        launches.append((grid, fields))
-
-    kernels = {k.op: k for k in SYNTHETIC.kernels if k.name in ("online", "backward") and k.meant_for is None}
-    fake = type("Function", (), {"launch": launch})
-
-    def plan(op, requested, logits, num_rows):
-        function = fake()
-        function.kernel = kernels[op]
-        function.device = SimpleNamespace(ordinal=0, multiprocessors=132)
-        return function
-
-    monkeypatch.setattr(_launch, "plan", plan)
-    monkeypatch.setattr(_launch, "_launches", {})
-    monkeypatch.setattr(_launch, "current_stream", lambda index: 0)
-    monkeypatch.setattr(_ops, "uses_reference", lambda logits, kernel: False)
-    return launches
+    return record_launches(monkeypatch)
 
 
 def row_addresses(name, fields, itemsize):
@@ -132,7 +102,7 @@ def test_layouts_of_one_shape_in_turn(launched):
             _, fields = launched[-1]
             assert row_addresses("logits", fields, logits.element_size()) == expected_addresses(logits, 2)
             assert row_addresses("token_ids", fields, ids.element_size()) == expected_addresses(strided, 2)
-    assert len(launched) == 2 * len(_launch._launches) == 2 * 3 * len(layouts)
+    assert len(launched) == 2 * len(_launch.launches) == 2 * 3 * len(layouts)
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)])
@@ -188,10 +158,10 @@ def test_tensors_that_a_hook_has_changed(launched):
     x, ids = torch.randn(4, 40), torch.zeros(4, dtype=torch.int64)
     problem = _checks.make_problem(x, ids, None, 1.0, None, "zero")
     _, statistics, _ = _ops.run_forward(problem, "auto", torch.float32, True, False)
-    entries = len(_launch._launches)
+    entries = len(_launch.launches)
     for changed in (problem, problem._replace(token_ids=ids.int()), problem._replace(logits=x.bfloat16())):
         for _ in range(2):
             _ops.run_backward(changed, "auto", statistics, None, torch.ones(4), None)
             assert launched[-1][1]["token_id_bytes"] == changed.token_ids.element_size()
         entries += 1
-        assert len(_launch._launches) == entries
+        assert len(_launch.launches) == entries

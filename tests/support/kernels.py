@@ -75,7 +75,7 @@ VARIANTS = [
 def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test ends, nothing that was selected or prepared before is used again."""
     monkeypatch.setattr(_launch, "_plans", {})
-    monkeypatch.setattr(_launch, "_launches", {})
+    monkeypatch.setattr(_launch, "launches", {})
 
 
 def assert_ran(symbols: list[str], variant: Variant, dtype: torch.dtype, *, forwards: int, backwards: int = 0) -> None:
