@@ -128,9 +128,13 @@ def split_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[floa
 
 
 def tensor(name: str, value: object) -> None:
-    """ArgumentTypeError unless the argument is a tensor."""
+    """ArgumentTypeError unless the argument is a tensor, ArgumentError unless it has sizes and strides."""
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}. Pass a tensor.")
+    if value.is_nested:
+        raise ArgumentError(f"{name}: expected a dense tensor, got a nested one. Pass its values(), or pad it.")
+    if value.layout is not torch.strided:
+        raise ArgumentError(f"{name}: expected a dense tensor, got layout {value.layout}. Call to_dense().")
 
 
 def _not_transformed(logits: Tensor) -> None:

@@ -99,6 +99,9 @@ def _backward_cuda(
     grad_logits: Tensor,
 ) -> None:
     problem = problem.readable()
+    # A negation that PyTorch left to the reader, as a gradient through complex numbers may carry one.
+    grad_logp = grad_logp.resolve_neg()
+    grad_entropy = None if grad_entropy is None else grad_entropy.resolve_neg()
     if problem.logits.dim() == grad_logits.dim():
         _launch.backward(problem, *statistics, raw, grad_logp, grad_entropy, grad_logits)
         return

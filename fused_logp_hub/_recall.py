@@ -48,11 +48,14 @@ def key_of(
         and forward_ad._current_level < 0
     ):
         return None
-    key: Key = (
-        logits.dtype, logits.shape, logits.stride(), logits.get_device(), logits.data_ptr() & 15,
-        token_ids.dtype, token_ids.shape, token_ids.stride(), token_ids.get_device(),
-        temperature, ignore_index, on_invalid, kernel, out_dtype,
-    )  # fmt: skip
+    try:
+        key: Key = (
+            logits.dtype, logits.shape, logits.stride(), logits.get_device(), logits.data_ptr() & 15,
+            token_ids.dtype, token_ids.shape, token_ids.stride(), token_ids.get_device(),
+            temperature, ignore_index, on_invalid, kernel, out_dtype,
+        )  # fmt: skip
+    except RuntimeError:  # sparse or nested, as the checks will say
+        return None
     for output in outputs:
         if output is None:
             key += (None,)

@@ -111,6 +111,22 @@ def test_backward_function_takes_any_gradient(device, layout, g_dtype):
     assert_gradient(grad, backward64(g, h, x, ids), torch.float32)
 
 
+def test_gradient_that_is_negated_lazily(device):
+    """As one that comes through complex numbers is."""
+    x, ids = batch(device)
+    weights = torch.randn(6, dtype=torch.complex64, device=device)
+    negated = []
+
+    def gradient(logp):
+        logp.register_hook(lambda g: negated.append(g.is_neg()))
+        loss = (torch.complex(torch.zeros_like(logp), logp).conj() * weights).real.sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    expected = gradient(x.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1))
+    torch.testing.assert_close(gradient(fused_logp(x, ids)), expected)
+    assert all(negated)
+
+
 def test_gradients_of_different_dtype(device):
     """grad_logp and grad_entropy need not agree."""
     x, ids = batch(device)

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,15 +98,34 @@ def test_the_good_call_is_good(device):
 
 # ---- Arguments that every function has.
 
+
+def nested(tensors, layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the prototype
+        return torch.nested.nested_tensor(tensors, layout=layout)
+
+
+def sparse_csr(tensor):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the beta
+        return tensor.to_sparse_csr()
+
+
 COMMON = {
     "integer logits": ("logits", lambda a: a["logits"].int(), ArgumentError),
     "complex logits": ("logits", lambda a: a["logits"].to(torch.complex64), ArgumentError),
     "float8 logits": ("logits", lambda a: a["logits"].to(torch.float8_e4m3fn), ArgumentError),
     "no columns": ("logits", lambda a: a["logits"][:, :0], ArgumentError),
     "zero-dimensional logits": ("logits", lambda a: a["logits"][0, 0], ArgumentError),
+    "sparse logits": ("logits", lambda a: a["logits"].to_sparse(), ArgumentError),
+    "compressed sparse logits": ("logits", lambda a: sparse_csr(a["logits"]), ArgumentError),
+    "nested logits": ("logits", lambda a: nested([a["logits"], a["logits"]], torch.strided), ArgumentError),
+    "jagged logits": ("logits", lambda a: nested([a["logits"], a["logits"]], torch.jagged), ArgumentError),
     "logits as a list": ("logits", lambda a: a["logits"].tolist(), ArgumentTypeError),
     "logits as an array": ("logits", lambda a: a["logits"].cpu().numpy(), ArgumentTypeError),
     "no logits": ("logits", lambda a: None, ArgumentTypeError),
+    "sparse ids": ("token_ids", lambda a: a["token_ids"].to_sparse(), ArgumentError),
+    "nested ids": ("token_ids", lambda a: nested([a["token_ids"]], torch.strided), ArgumentError),
     "float ids": ("token_ids", lambda a: a["token_ids"].float(), ArgumentError),
     "bool ids": ("token_ids", lambda a: a["token_ids"].bool(), ArgumentError),
     "int16 ids": ("token_ids", lambda a: a["token_ids"].short(), ArgumentError),

@@ -153,6 +153,19 @@ def test_padding_of_a_shard_has_no_blocks(launched):
     assert (grid, fields["vocab_size"]) == (3, 2048)
 
 
+def test_gradients_that_are_negated_lazily(launched):
+    problem = _checks.make_problem(torch.randn(4, 40), torch.zeros(4, dtype=torch.int64), None, 1.0, None, "zero")
+    _, statistics, entropy = _ops.run_forward(problem, "auto", torch.float32, True, True)
+    given = torch.randn(2, 4)
+    lazy = torch._neg_view(given)
+    assert lazy.is_neg()
+    _ops.run_backward(problem, "auto", statistics, entropy, lazy[0], lazy[1])
+    _, fields = launched[-1]
+    own = range(given.data_ptr(), given.data_ptr() + given.nbytes)
+    assert fields["grad_logp"] not in own
+    assert fields["grad_entropy"] not in own
+
+
 def test_tensors_that_a_hook_has_changed(launched):
     """A saved-tensor hook may give the backward ids or logits of another dtype than the forward had."""
     x, ids = torch.randn(4, 40), torch.zeros(4, dtype=torch.int64)
