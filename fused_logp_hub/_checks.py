@@ -228,12 +228,13 @@ def _flat_mask(mask: Tensor, logits: Tensor) -> Tensor:
 
 
 def _temperature_rows(temperature: Tensor, logits: Tensor) -> Tensor:
+    tensor("temperature", temperature)
     if temperature.requires_grad:
         raise ArgumentError("temperature: expected a constant, got requires_grad=True. Detach it.")
     if temperature.dim() == 0:
         temperature = temperature.expand(logits.shape[:-1])
     shaped_tensor("temperature", temperature, logits.shape[:-1], logits, (torch.float32,))
-    return temperature
+    return temperature.resolve_neg()  # the kernels read memory alone
 
 
 def _raise_on_invalid(problem: Problem) -> None:

@@ -49,20 +49,21 @@ def key_of(
     ):
         return None
     try:
+        # The number of a device suffices: logits are on a CUDA device, and PyTorch has one kind of accelerator.
         key: Key = (
             logits.dtype, logits.shape, logits.stride(), logits.get_device(), logits.data_ptr() & 15,
-            token_ids.dtype, token_ids.shape, token_ids.stride(), token_ids.get_device(),
+            token_ids.dtype, token_ids.shape, token_ids.stride(), token_ids.get_device(), token_ids.layout,
             temperature, ignore_index, on_invalid, kernel, out_dtype,
         )  # fmt: skip
+        for output in outputs:
+            if output is None:
+                key += (None,)
+            elif isinstance(output, Tensor) and not output.requires_grad:
+                key += output.dtype, output.shape, output.is_contiguous(), output.get_device(), output.layout
+            else:
+                return None
     except RuntimeError:  # sparse or nested, as the checks will say
         return None
-    for output in outputs:
-        if output is None:
-            key += (None,)
-        elif isinstance(output, Tensor) and not output.requires_grad:
-            key += output.dtype, output.shape, output.is_contiguous(), output.get_device()
-        else:
-            return None
     return key
 
 

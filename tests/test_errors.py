@@ -7,12 +7,12 @@ import importlib
 import inspect
 import re
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.layouts import nested, sparse_csr
 from support.manifests import SYNTHETIC
 from support.process import run_python
 
@@ -98,19 +98,6 @@ def test_the_good_call_is_good(device):
 
 # ---- Arguments that every function has.
 
-
-def nested(tensors, layout):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the prototype
-        return torch.nested.nested_tensor(tensors, layout=layout)
-
-
-def sparse_csr(tensor):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the beta
-        return tensor.to_sparse_csr()
-
-
 COMMON = {
     "integer logits": ("logits", lambda a: a["logits"].int(), ArgumentError),
     "complex logits": ("logits", lambda a: a["logits"].to(torch.complex64), ArgumentError),
@@ -170,6 +157,8 @@ OPTIONS = {
     "float64 temperatures": ("temperature", torch.ones(N, dtype=torch.float64), ArgumentError),
     "temperatures of another shape": ("temperature", torch.ones(N + 1), ArgumentError),
     "temperatures for each column": ("temperature", torch.ones(N, V), ArgumentError),
+    "sparse temperatures": ("temperature", torch.ones(N).to_sparse(), ArgumentError),
+    "a sparse temperature": ("temperature", torch.tensor(1.0).to_sparse(), ArgumentError),
     "temperatures that require grad": (
         "temperature",
         torch.ones(N, requires_grad=True),

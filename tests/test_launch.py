@@ -153,6 +153,14 @@ def test_padding_of_a_shard_has_no_blocks(launched):
     assert (grid, fields["vocab_size"]) == (3, 2048)
 
 
+def test_temperatures_that_are_negated_lazily(launched):
+    given = torch.full((4,), -2.0)
+    x, ids = torch.randn(4, 40), torch.zeros(4, dtype=torch.int64)
+    problem = _checks.make_problem(x, ids, None, torch._neg_view(given), None, "zero")
+    _ops.run_forward(problem, "auto", torch.float32, False, False)
+    assert launched[-1][1]["temperature"] not in (0, given.data_ptr())
+
+
 def test_gradients_that_are_negated_lazily(launched):
     problem = _checks.make_problem(torch.randn(4, 40), torch.zeros(4, dtype=torch.int64), None, 1.0, None, "zero")
     _, statistics, entropy = _ops.run_forward(problem, "auto", torch.float32, True, True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.launches import record_launches
+from support.layouts import nested
 from torch.autograd import forward_ad
 
 from fused_logp_hub import (
@@ -139,12 +140,15 @@ def bad(name, **change):
         bad("out", out=torch.empty(ROWS, 2)[:, 0]),
         bad("out", out=torch.empty(ROWS, requires_grad=True)),
         bad("out", out=[0.0] * ROWS),
+        bad("out", out=torch.empty(ROWS).to_sparse()),
+        bad("out", out=nested([torch.empty(2), torch.empty(2)], torch.strided)),
         bad("row_max", row_max=torch.empty(ROWS, dtype=torch.float64)),
         bad("log_sum", log_sum=torch.empty(2, 2)),
         bad("logits", logits=torch.randn(ROWS, VOCAB, requires_grad=True)),
         bad("logits", logits=torch.randn(ROWS, VOCAB).int()),
         bad("logits", logits=None),
         bad("token_ids", token_ids=torch.zeros(ROWS)),
+        bad("token_ids", token_ids=torch.zeros(ROWS, dtype=torch.int64).to_sparse()),
         bad("token_ids", token_ids=torch.zeros(2, 2, dtype=torch.int64)),
         bad("token_ids", token_ids=torch.zeros(ROWS + 1, dtype=torch.int64)),
         bad("token_ids", token_ids=[0] * ROWS),
@@ -159,8 +163,10 @@ def bad(name, **change):
     ],
 )
 def test_errors_after_a_call_that_passed(launched, change, message):
+    one_id = torch.zeros((), dtype=torch.int64).expand(ROWS)  # has the strides that PyTorch gives sparse tensors
     for _ in range(2):
         fused_logp_out(**arguments(), **memory())
+        fused_logp_out(**{**arguments(), "token_ids": one_id}, **memory())
         before = len(launched)
         with pytest.raises(FusedLogpError, match=message):
             fused_logp_out(**{**arguments(), **memory(), **change})
