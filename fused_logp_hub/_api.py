@@ -100,7 +100,7 @@ def fused_logp(
                 "inplace_backward: expected False under torch.compile, tensor subclasses and dispatch modes, got True. "
                 "Call fused_logp outside of them."
             )
-        _checks.tensor("logits", logits)
+        _checks.dense("logits", logits)
         out_dtype = _checks.out_dtype(out_dtype, logits)
         rows = temperature if isinstance(temperature, Tensor) else None
         results = _library.logp_forward(

@@ -39,8 +39,8 @@ def make_problem(
 
     The key holds plain numbers only: other types are equal to them, but do not compute as they do.
     """
-    tensor("logits", logits)
-    tensor("token_ids", token_ids)
+    dense("logits", logits)
+    dense("token_ids", token_ids)
     _not_transformed(logits)
     number, rows = split_temperature(temperature, logits)
     if ignore_index is not None and (type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63):
@@ -49,11 +49,17 @@ def make_problem(
         raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
     if row_mask is not None:
         row_mask = _flat_mask(row_mask, logits)
-    key = (
-        logits.dtype, logits.shape, logits.stride(), logits.device,
-        token_ids.dtype, token_ids.shape, token_ids.stride(), token_ids.device,
-        number, ignore_index, on_invalid, shard,
-    )  # fmt: skip
+    try:
+        key = (
+            logits.dtype, logits.shape, logits.stride(), logits.device,
+            token_ids.dtype, token_ids.shape, token_ids.stride(), token_ids.device,
+            number, ignore_index, on_invalid, shard,
+        )  # fmt: skip
+    except RuntimeError:
+        name = "logits" if logits.is_nested else "token_ids"
+        raise ArgumentError(
+            f"{name}: expected a dense tensor, got a nested one. Pass its values(), or pad it."
+        ) from None
     traced = torch.compiler.is_dynamo_compiling()  # a dict of sizes would have each of them compiled anew
     spec = None if traced else _specs.get(key)
     if spec is None:
@@ -128,13 +134,19 @@ def split_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[floa
 
 
 def tensor(name: str, value: object) -> None:
-    """ArgumentTypeError unless the argument is a tensor, ArgumentError unless it has sizes and strides."""
+    """ArgumentTypeError unless the argument is a tensor."""
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}. Pass a tensor.")
-    if value.is_nested:
-        raise ArgumentError(f"{name}: expected a dense tensor, got a nested one. Pass its values(), or pad it.")
+
+
+def dense(name: str, value: Tensor) -> None:
+    """ArgumentTypeError unless the argument is a tensor, ArgumentError unless it is neither sparse nor jagged."""
+    if not isinstance(value, Tensor):
+        tensor(name, value)
     if value.layout is not torch.strided:
-        raise ArgumentError(f"{name}: expected a dense tensor, got layout {value.layout}. Call to_dense().")
+        raise ArgumentError(
+            f"{name}: expected a dense tensor, got layout {value.layout}. Call to_dense(), or values() if it is nested."
+        )
 
 
 def _not_transformed(logits: Tensor) -> None:
@@ -228,7 +240,7 @@ def _flat_mask(mask: Tensor, logits: Tensor) -> Tensor:
 
 
 def _temperature_rows(temperature: Tensor, logits: Tensor) -> Tensor:
-    tensor("temperature", temperature)
+    dense("temperature", temperature)
     if temperature.requires_grad:
         raise ArgumentError("temperature: expected a constant, got requires_grad=True. Detach it.")
     if temperature.dim() == 0:

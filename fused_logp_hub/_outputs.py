@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_logp_hub._checks import no_autograd, same_device, shaped_tensor, tensor
+from fused_logp_hub._checks import dense, no_autograd, same_device, shaped_tensor
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._problem import copy_reason
 
 
 def output(name: str, value: Tensor, shape: Sequence[int], logits: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     """As shaped_tensor, for a tensor that is written: contiguous and free of autograd."""
+    dense(name, value)
     shaped_tensor(name, value, shape, logits, dtypes)
     if not value.is_contiguous():
         raise ArgumentError(f"{name}: expected a contiguous tensor, got strides {value.stride()}. Allocate it so.")
@@ -51,7 +52,7 @@ def overwritable(logits: Tensor) -> None:
 
 def grad_logits(out: Tensor, logits: Tensor) -> None:
     """ArgumentError unless the gradient can be written there: its own memory, or exactly the logits'."""
-    tensor("grad_logits", out)
+    dense("grad_logits", out)
     if out.shape != logits.shape or out.dtype != logits.dtype:
         raise ArgumentError(
             f"grad_logits: expected shape {list(logits.shape)}, {logits.dtype}, as the logits, "

@@ -141,7 +141,7 @@ def bad(name, **change):
         bad("out", out=torch.empty(ROWS, requires_grad=True)),
         bad("out", out=[0.0] * ROWS),
         bad("out", out=torch.empty(ROWS).to_sparse()),
-        bad("out", out=nested([torch.empty(2), torch.empty(2)], torch.strided)),
+        bad("out", out=nested([torch.empty(2), torch.empty(2)], torch.jagged)),
         bad("row_max", row_max=torch.empty(ROWS, dtype=torch.float64)),
         bad("log_sum", log_sum=torch.empty(2, 2)),
         bad("logits", logits=torch.randn(ROWS, VOCAB, requires_grad=True)),
