@@ -139,7 +139,7 @@ def tensor(name: str, value: object) -> None:
         raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}. Pass a tensor.")
 
 
-def dense(name: str, value: Tensor) -> None:
+def dense(name: str, value: Any) -> None:
     """ArgumentTypeError unless the argument is a tensor, ArgumentError unless it is neither sparse nor jagged."""
     if not isinstance(value, Tensor):
         tensor(name, value)
