@@ -31,6 +31,7 @@ def key_of(
 ) -> Key | None:
     """All that decides what this call launches, or None if it is not a usual one.
 
+    With None nothing is looked up: torch.compile, for which there never is a key, would guard on what the cache holds.
     Values of other types would equal plain numbers without computing as they do, so they have no key.
     """
     if not (
