@@ -35,8 +35,9 @@ from fused_logp_hub import _driver, _launch, _manifest  # noqa: E402
 
 OP = "logp_forward"
 ROWS = (1, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 1024, 2048, 4096, 8192, 16384)
-VOCAB = (1024, 2048, 4096, 8192, 16384, 32000, 50257, 128256, 151936, 262144)
-FEW_VOCAB = (32000, 128256)
+# Whole tiles of 4096 columns and not, and shards of 128256 and 151936 by tensor parallelism.
+VOCAB = (1024, 2048, 4096, 6144, 8016, 8192, 12288, 16032, 16384, 18992, 32000, 50257, 128256, 151936, 262144)
+FEW_VOCAB = (8192, 32000, 128256)
 # dtype, alignment of the first row in bytes, vocabularies
 GRID = (("bfloat16", 16, VOCAB), ("bfloat16", 2, FEW_VOCAB), ("float32", 16, FEW_VOCAB))
 MAX_BYTES = 2_200_000_000

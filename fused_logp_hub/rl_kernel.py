@@ -8,8 +8,8 @@ code written against it runs unchanged:
 * Indexed functions give 0 for rows that ``row_indices`` does not list, and an exactly zero gradient.
 * Allocating functions are differentiable; ``*_out`` and ``deterministic_*`` are forward-only.
 * ``*_with_lse`` return (logp, row_max, log_sum), constants to autograd, for the two backward functions.
-* ``*_sm90`` leave the choice to the package: on capability 9.0 the TMA or the online kernel, whichever measured
-  faster for that many rows; elsewhere, and for rows off 16-byte boundaries, online. Both give the same bits.
+* ``*_sm90`` leave the choice to the package: whichever kernel measured fastest for that many rows of that size. All of
+  them give the same bits.
 """
 
 from __future__ import annotations

@@ -10,17 +10,20 @@ template <class T>
 constexpr int kClusterGroups = sizeof(typename T::Bits) == 8 ? 4 : 6;
 #endif
 
-#define LOGP_KERNEL(T, suffix, blocks, groups, is_aligned)                                       \
-  extern "C" __global__ void __cluster_dims__(blocks)                                            \
-      __launch_bounds__(groups * kGroup, kClusterGroups<T> / groups)                             \
-          logp_forward_cluster##blocks##x##groups##_##suffix(const __grid_constant__ LogpParams p) { \
-    forward_row_per_cluster<T, blocks, groups, is_aligned>(p);                                   \
+#define LOGP_KERNEL(T, suffix, name, Source, blocks, groups)                                                  \
+  extern "C" __global__ void __cluster_dims__(blocks)                                                        \
+      __launch_bounds__(groups * kGroup, kClusterGroups<T> / groups)                                         \
+          logp_forward_cluster##blocks##x##groups##name##_##suffix(const __grid_constant__ LogpParams p) {   \
+    forward_row_per_cluster<Source, T, blocks, groups>(p);                                                   \
   }
-#define LOGP_KERNELS(T, suffix)       \
-  LOGP_KERNEL(T, suffix, 8, 2, false) \
-  LOGP_KERNEL(T, suffix, 4, 2, false) \
-  LOGP_KERNEL(T, suffix, 2, 2, false) \
-  LOGP_KERNEL(T, suffix, 2, 1, true)
+#define LOGP_KERNELS(T, suffix)                             \
+  LOGP_KERNEL(T, suffix, , EagerSource, 8, 2)               \
+  LOGP_KERNEL(T, suffix, , EagerSource, 4, 2)               \
+  LOGP_KERNEL(T, suffix, , EagerSource, 2, 2)               \
+  LOGP_KERNEL(T, suffix, , EagerSource, 2, 1)               \
+  LOGP_KERNEL(T, suffix, _shifted, ShiftedSource, 8, 2)     \
+  LOGP_KERNEL(T, suffix, _shifted, ShiftedSource, 4, 2)     \
+  LOGP_KERNEL(T, suffix, _shifted, ShiftedSource, 2, 2)
 
 LOGP_KERNELS(BF16, bf16)
 LOGP_KERNELS(F16, f16)

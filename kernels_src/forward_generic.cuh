@@ -1,12 +1,14 @@
-// Logits straight from global memory into registers: one block a row, of one group or several, or a cluster
-// of blocks a row.
+// One block a row, of one group or several, or a cluster of blocks a row: what a group does to its run of segments is a
+// source, of which there are three.
 //
-// OnlineScan reads the row once. TwoPassScan reads it twice (the second time partly from L2) and takes
-// every exponent from the row's maximum. Both give one leaf per warp and segment.
+// OnlineSource reads aligned rows once, straight from global memory into registers.
+// ShiftedSource reads rows at any alignment once, through a ring in shared memory.
+// TwoPassSource reads the row twice (the second time partly from L2) and takes every exponent from the row's maximum.
+// All give one leaf per warp and segment.
 #pragma once
-#include "forward.cuh"
+#include "forward_ring.cuh"
 
-template <class T, bool kAligned, bool kEntropy>
+template <class T, bool kEntropy>
 struct OnlineScan {
   using State = SoftmaxState<typename T::Acc>;
 
@@ -66,23 +68,95 @@ __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const 
   });
 }
 
-// The same with alignment, unless it is known, and entropy turned into compile-time facts, once a row.
-template <template <class, bool, bool> class Scan, bool kIsAligned, class T, class Ahead, class Put>
-__device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const Segmentation& seg, u32 first,
-                                              u32 last, typename T::Acc scale, bool entropy,
-                                              const Ahead& ahead, Put put) {
-  if (kIsAligned || reader.shift == 0) {
-    if (entropy) scan_segments<Scan<T, true, true>, true>(reader, seg, first, last, scale, ahead, put);
-    else scan_segments<Scan<T, true, false>, true>(reader, seg, first, last, scale, ahead, put);
-  } else {
-    if (entropy) scan_segments<Scan<T, false, true>, false>(reader, seg, first, last, scale, ahead, put);
-    else scan_segments<Scan<T, false, false>, false>(reader, seg, first, last, scale, ahead, put);
+// A source is made before its row is known to count: what it then asks for already costs no wait later. Its scan hands
+// the leaves of segments [first, last) to put(segment, state), on every lane.
+template <class T, bool kEager>
+struct OnlineSource {
+  const RowReader<T>& reader;
+  const Segmentation& seg;
+  const u32 first, last;
+  const FirstTile<T, kEager> ahead;
+
+  __device__ __forceinline__ OnlineSource(const RowReader<T>& reader, const Segmentation& seg, u32 first, u32 last)
+      : reader(reader), seg(seg), first(first), last(last), ahead(reader, seg, first) {}
+
+  template <bool kEntropy, class Put>
+  __device__ __forceinline__ void scan(typename T::Acc scale, Put put) {
+    scan_segments<OnlineScan<T, kEntropy>, true>(reader, seg, first, last, scale, ahead, put);
   }
+};
+template <class T>
+using LazySource = OnlineSource<T, false>;
+template <class T>
+using EagerSource = OnlineSource<T, true>;
+
+template <class T>
+struct ShiftedSource {
+  static constexpr int kDepth = 2;
+  using Ring = RowRing<T, kGroupWarps, kDepth>;
+
+  const Segmentation& seg;
+  const u32 first, last;
+  RingFeed<T, kGroupWarps, kDepth, false> feed;
+
+  __device__ __forceinline__ ShiftedSource(const RowReader<T>& reader, const Segmentation& seg, u32 first, u32 last)
+      : seg(seg), first(first), last(last),
+        feed(reader, ring(), first * seg.tiles_per_segment, min(last * seg.tiles_per_segment, seg.tiles)) {
+    if (seg.has(first)) feed.start(first * seg.tiles_per_segment);
+  }
+
+  // One for each group of the block.
+  static __device__ __forceinline__ Ring& ring() {
+    extern __shared__ __align__(16) u8 rings[];
+    return reinterpret_cast<Ring*>(rings)[threadIdx.x / kGroup];
+  }
+
+  template <bool kEntropy, class Put>
+  __device__ __forceinline__ void scan(typename T::Acc scale, Put put) {
+    RingScan<T, kGroupWarps, kDepth, false, kEntropy> scan(feed, seg, scale);
+    scan.run(first, last, [&](int leaf, const auto& state) { put(leaf / kGroupWarps, state); });
+  }
+};
+
+template <class T>
+struct TwoPassSource {
+  const RowReader<T>& reader;
+  const Segmentation& seg;
+  const u32 first, last;
+
+  __device__ __forceinline__ TwoPassSource(const RowReader<T>& reader, const Segmentation& seg, u32 first, u32 last)
+      : reader(reader), seg(seg), first(first), last(last) {}
+
+  template <bool kEntropy, class Put>
+  __device__ __forceinline__ void scan(typename T::Acc scale, Put put) {
+    if (reader.shift == 0) scan<true, kEntropy>(scale, put);
+    else scan<false, kEntropy>(scale, put);
+  }
+
+ private:
+  template <bool kAligned, bool kEntropy, class Put>
+  __device__ __forceinline__ void scan(typename T::Acc scale, Put put) {
+    const FirstTile<T, false> ahead(reader, seg, first);
+    scan_segments<TwoPassScan<T, kAligned, kEntropy>, kAligned>(reader, seg, first, last, scale, ahead, put);
+  }
+};
+
+template <class Source, class Acc, class Put>
+__device__ __forceinline__ void scan(const LogpParams& p, Source& source, Acc scale, Put put) {
+  if (p.entropy != nullptr) source.template scan<true>(scale, put);
+  else source.template scan<false>(scale, put);
+}
+
+// Ends a row that does not count. What its source asked for comes before its shared memory goes.
+template <class Acc>
+__device__ __forceinline__ void skip_row(const LogpParams& p, u32 row, bool writer) {
+  if (writer) write_skipped_row<Acc>(p, row);
+  copy_async_wait<0>();
 }
 
 // One group takes all segments of the row in turn, several (a wide block, for few rows) an equal run each. Not so with
-// TwoPassScan, whose threads meet on the way. kIsAligned: all rows are.
-template <template <class, bool, bool> class Scan, class T, int kGroups, bool kIsAligned>
+// TwoPassSource, whose threads meet on the way.
+template <template <class> class Source, class T, int kGroups>
 __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   using Acc = typename T::Acc;
   __shared__ Leaves<Acc> leaves;
@@ -92,20 +166,16 @@ __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   const Segmentation seg(p.vocab_size, kTileColumns<T>);
   const u32 group = kGroups == 1 ? 0 : threadIdx.x / kGroup;
   const u32 first = group * seg.each<kGroups>();
-  const FirstTile<T, (kGroups > 1)> ahead(reader, seg, first);
-  if (!is_active(p, row, at)) {
-    if (threadIdx.x == 0) write_skipped_row<Acc>(p, row);
-    return;
-  }
+  Source<T> source(reader, seg, first, first + seg.each<kGroups>());
+  if (!is_active(p, row, at)) return skip_row<Acc>(p, row, threadIdx.x == 0);
   const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
   const bool writer = threadIdx.x < kWarp;
   Target<T> target{};
   if (writer) target = Target<T>::of_lane(p, at);
   if (seg.has(first))
-    scan_segments<Scan, kIsAligned>(reader, seg, first, first + seg.each<kGroups>(), scale, p.entropy != nullptr, ahead,
-                                    [&](u32 s, const SoftmaxState<Acc>& state) {
-                                      if (threadIdx.x % kWarp == 0) leaves.put(leaf_index(s), state);
-                                    });
+    scan(p, source, scale, [&](u32 s, const SoftmaxState<Acc>& state) {
+      if (threadIdx.x % kWarp == 0) leaves.put(leaf_index(s), state);
+    });
   __syncthreads();
   if (writer) finish_row<T>(p, block_index_again(), leaves, seg, scale, target);
 }
@@ -113,7 +183,7 @@ __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
 #if __CUDA_ARCH__ >= 900
 // For few rows: a cluster of kBlocks blocks shares a row. Each of their groups takes an equal run of segments
 // and puts its leaves into block 0's shared memory. Same leaves, same merge, same bits as one block a row.
-template <class T, int kBlocks, int kGroups, bool kIsAligned>
+template <template <class> class Source, class T, int kBlocks, int kGroups>
 __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   using Acc = typename T::Acc;
   __shared__ Leaves<Acc> leaves;
@@ -124,11 +194,8 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
   const Segmentation seg(p.vocab_size, kTileColumns<T>);
   const u32 first = (threadIdx.x / kGroup * kBlocks + rank) * seg.each<kBlocks * kGroups>();
-  const FirstTile<T, true> ahead(reader, seg, first);
-  if (!is_active(p, row, at)) {
-    if (rank == 0 && threadIdx.x == 0) write_skipped_row<Acc>(p, row);
-    return;
-  }
+  Source<T> source(reader, seg, first, first + seg.each<kBlocks * kGroups>());
+  if (!is_active(p, row, at)) return skip_row<Acc>(p, row, rank == 0 && threadIdx.x == 0);
   if (rank == 0 && threadIdx.x == 0) {
     mbarrier_init(&leaves_arrived, 1);
     fence_mbarrier_init();
@@ -141,13 +208,11 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   if (writer) target = Target<T>::of_lane(p, at);
   bool waited = false;
   if (seg.has(first))
-    scan_segments<OnlineScan, kIsAligned>(reader, seg, first, first + seg.each<kBlocks * kGroups>(), scale,
-                                          p.entropy != nullptr, ahead, [&](u32 s, const SoftmaxState<Acc>& state) {
-                                            if (!waited) cluster_wait();
-                                            waited = true;
-                                            if (threadIdx.x % kWarp == 0)
-                                              leaves.put_remote(0, leaf_index(s), state, &leaves_arrived);
-                                          });
+    scan(p, source, scale, [&](u32 s, const SoftmaxState<Acc>& state) {
+      if (!waited) cluster_wait();
+      waited = true;
+      if (threadIdx.x % kWarp == 0) leaves.put_remote(0, leaf_index(s), state, &leaves_arrived);
+    });
   if (!waited) cluster_wait();
   if (!writer) return;
   const u32 leaf_bytes = seg.count() * kGroupWarps * Leaves<Acc>::kLeafBytes;

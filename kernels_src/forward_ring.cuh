@@ -30,36 +30,56 @@ struct RowRing {
   Vec16 granules[kWarps][kSlots][kVectors<T>][kWarp + 1];
 };
 
-template <class T, int kWarps, int kDepth, bool kAligned, bool kEntropy>
-struct RingScan {
-  using Acc = typename T::Acc;
-  using State = SoftmaxState<Acc>;
+// Brings one warp's parts of the tiles [begin, end) of a row to shared memory, kDepth tiles ahead.
+template <class T, int kWarps, int kDepth, bool kAligned>
+struct RingFeed {
   using Ring = RowRing<T, kWarps, kDepth>;
   static constexpr int kParts = Ring::kParts;
+  static constexpr u32 kTileGranules = kTileBytes<T> / 16;
   static constexpr u32 kRowBytes = (kWarp + 1) * 16, kSlotBytes = kVectors<T> * kRowBytes;
 
   const RowReader<T>& reader;
-  const Segmentation& seg;
-  const Acc scale;
-  State state[kParts];
   const u32 place;     // in shared memory: where this lane's first granule of slot 0 is
   const char* source;  // in global memory: this lane's first granule of the next tile to fetch
   i32 left;            // granules of the row from that one on
   u32 slot;            // of the next tile to read, part 0; the next parts follow
 
-  __device__ __forceinline__ RingScan(const RowReader<T>& reader, const Segmentation& seg, Ring& ring, u32 warp,
-                                      Acc scale)
-      : reader(reader), seg(seg), scale(scale), place(shared_address(&ring.granules[warp][0][0][lane()])),
-        source(reader.granule(0)), left(reader.granules()), slot(0) {
-    const u32 first = warp * kParts * kWarp + lane();
+  // Vectors that are shifted reach into one granule more than there are of them.
+  __device__ __forceinline__ RingFeed(const RowReader<T>& reader, Ring& ring, u32 begin, u32 end)
+      : reader(reader), place(shared_address(&ring.granules[warp()][0][0][lane()])),
+        source(reader.granule(0)), left(min(reader.granules(), end * kTileGranules + !kAligned)), slot(0) {
+    const u32 first = begin * kTileGranules + warp() * kParts * kWarp + lane();
     source += first * 16;
     left -= first;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) state[part] = State::empty();
   }
 
   static __device__ __forceinline__ u32 lane() { return threadIdx.x % kWarp; }
+  static __device__ __forceinline__ u32 warp() { return threadIdx.x / kWarp % kWarps; }
 
+  // Asks for the first tiles.
+  __device__ __forceinline__ void start(u32 begin) {
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        fetch(d * kParts + part, part, d + part == 0 && begin + warp() + lane() == 0);
+      advance();
+    }
+  }
+
+  // This lane's vectors of a part of the next tile; their place is then filled anew.
+  __device__ __forceinline__ void next(int part, Vec16 (&v)[kVectors<T>]) const {
+    copy_async_wait<Ring::kSlots - 1>();
+    read(slot + part, v);
+    fetch(slot + part, part);
+  }
+
+  __device__ __forceinline__ void pass() {
+    advance();
+    slot = slot + kParts == Ring::kSlots ? 0 : slot + kParts;
+  }
+
+ private:
   // Asks for a part of a tile. A row that is not aligned has its first granule in common with what lies before it.
   __device__ __forceinline__ void fetch(u32 slot, int part, bool is_first = false) const {
     const u32 to = place + slot * kSlotBytes;
@@ -79,7 +99,7 @@ struct RingScan {
 
   __device__ __forceinline__ void advance() {
     source += kTileBytes<T>;
-    left -= kTileBytes<T> / 16;
+    left -= kTileGranules;
   }
 
   __device__ __forceinline__ void read(u32 slot, Vec16 (&v)[kVectors<T>]) const {
@@ -96,29 +116,46 @@ struct RingScan {
       __syncwarp();
     }
   }
+};
+
+template <class T, int kWarps, int kDepth, bool kAligned, bool kEntropy>
+struct RingScan {
+  using Acc = typename T::Acc;
+  using State = SoftmaxState<Acc>;
+  using Feed = RingFeed<T, kWarps, kDepth, kAligned>;
+  static constexpr int kParts = Feed::kParts;
+
+  Feed feed;
+  const Segmentation& seg;
+  const Acc scale;
+  State state[kParts];
+
+  __device__ __forceinline__ RingScan(const Feed& feed, const Segmentation& seg, Acc scale)
+      : feed(feed), seg(seg), scale(scale) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) state[part] = State::empty();
+  }
 
   __device__ __forceinline__ void add_whole_tile() {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       Vec16 v[kVectors<T>];
-      copy_async_wait<Ring::kSlots - 1>();
-      read(slot + part, v);
-      fetch(slot + part, part);
+      feed.next(part, v);
       state[part].template add<T, kEntropy>(v, scale);
     }
   }
 
   // A tile at an end of the row: some vectors do not lie inside. The states take turns in state[0].
-  __device__ __forceinline__ void add_end_tile(u32 tile, u32 warp) {
+  __device__ __forceinline__ void add_end_tile(u32 tile) {
+    const RowReader<T>& reader = feed.reader;
 #pragma unroll 1
     for (int part = 0; part < kParts; ++part) {
       constexpr u32 kStep = kGroup * T::kVec;
-      const u32 first = tile * kTileColumns<T> + (warp * kParts + part) * kWarp * T::kVec, c = first + lane() * T::kVec;
+      const u32 first = tile * kTileColumns<T> + (Feed::warp() * kParts + part) * kWarp * T::kVec;
+      const u32 c = first + Feed::lane() * T::kVec;
       const Vec16 at_end = reader.template load_end<kAligned, kVectors<T>>(c, kStep);
       Vec16 v[kVectors<T>];
-      copy_async_wait<Ring::kSlots - 1>();
-      read(slot + part, v);
-      fetch(slot + part, part);
+      feed.next(part, v);
       reader.template put_ends<kAligned>(at_end, v, c, kStep);
       if (first < reader.vocab_size)
         state[0].template add<T, kEntropy>(v, scale, (reader.vocab_size - first + kStep - 1) / kStep);
@@ -129,35 +166,37 @@ struct RingScan {
     }
   }
 
-  // Calls put(leaf, state) on every lane.
+  // Segments [first, last) of a feed that has started. Calls put(leaf, state) on every lane.
   template <class Put>
-  __device__ __forceinline__ void run(u32 warp, Put put) {
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) fetch(d * kParts + part, part, d + part == 0 && warp + lane() == 0);
-      advance();
-    }
-    u32 tile = 0;
+  __device__ __forceinline__ void run(u32 first, u32 last, Put put) {
+    u32 tile = first * seg.tiles_per_segment;
 #pragma unroll 1
-    for (u32 segment = 0; seg.has(segment); ++segment) {
+    for (u32 segment = first; segment < last && seg.has(segment); ++segment) {
       const u32 end = min((segment + 1) * seg.tiles_per_segment, seg.tiles);
 #pragma unroll 1
       for (; tile < end; ++tile) {
-        if (reader.template has_tile<kAligned>(tile * kTileColumns<T>, kTileColumns<T>)) add_whole_tile();
-        else add_end_tile(tile, warp);
-        advance();
-        slot = slot + kParts == Ring::kSlots ? 0 : slot + kParts;
+        if (feed.reader.template has_tile<kAligned>(tile * kTileColumns<T>, kTileColumns<T>)) add_whole_tile();
+        else add_end_tile(tile);
+        feed.pass();
       }
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         state[part].template reduce_warp<kEntropy>(scale);
-        put(segment * kGroupWarps + warp * kParts + part, state[part]);
+        put(segment * kGroupWarps + Feed::warp() * kParts + part, state[part]);
         state[part] = State::empty();
       }
     }
   }
 };
+
+template <class T, int kWarps, int kDepth, bool kAligned, bool kEntropy, class Put>
+__device__ __forceinline__ void scan_row_ring(const RowReader<T>& reader, const Segmentation& seg,
+                                              RowRing<T, kWarps, kDepth>& ring, typename T::Acc scale,
+                                              Put put) {
+  RingFeed<T, kWarps, kDepth, kAligned> feed(reader, ring, 0, seg.tiles);
+  feed.start(0);
+  RingScan<T, kWarps, kDepth, kAligned, kEntropy>(feed, seg, scale).run(0, kMaxSegments, put);
+}
 
 template <class T, int kWarps, int kDepth>
 __device__ __forceinline__ void forward_row_ring(const LogpParams& p) {
@@ -183,11 +222,11 @@ __device__ __forceinline__ void forward_row_ring(const LogpParams& p) {
   };
   auto& ring = rings[index];
   if (reader.shift == 0) {
-    if (p.entropy != nullptr) RingScan<T, kWarps, kDepth, true, true>(reader, seg, ring, warp, scale).run(warp, put);
-    else RingScan<T, kWarps, kDepth, true, false>(reader, seg, ring, warp, scale).run(warp, put);
+    if (p.entropy != nullptr) scan_row_ring<T, kWarps, kDepth, true, true>(reader, seg, ring, scale, put);
+    else scan_row_ring<T, kWarps, kDepth, true, false>(reader, seg, ring, scale, put);
   } else {
-    if (p.entropy != nullptr) RingScan<T, kWarps, kDepth, false, true>(reader, seg, ring, warp, scale).run(warp, put);
-    else RingScan<T, kWarps, kDepth, false, false>(reader, seg, ring, warp, scale).run(warp, put);
+    if (p.entropy != nullptr) scan_row_ring<T, kWarps, kDepth, false, true>(reader, seg, ring, scale, put);
+    else scan_row_ring<T, kWarps, kDepth, false, false>(reader, seg, ring, scale, put);
   }
   if (kWarps == 1) __syncwarp();
   else __syncthreads();

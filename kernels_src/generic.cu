@@ -1,7 +1,7 @@
 // The kernels that run on every architecture: the forwards by how many threads share a row, and the backward.
 #include "backward.cuh"
 #include "forward_generic.cuh"
-#include "forward_ring.cuh"
+#include "forward_staged.cuh"
 #include "row_mask.cuh"
 
 constexpr int kWideGroups = 4;  // with 8 the registers do not suffice
@@ -24,11 +24,15 @@ constexpr int kEagerBlocks = sizeof(typename T::Bits) == 8 ? 4 : sizeof(typename
 #define LOGP_KERNELS(T, suffix)                                                                      \
   extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)                            \
       logp_forward_online_##suffix(const __grid_constant__ LogpParams p) {                           \
-    forward_row_per_block<OnlineScan, T, 1, true>(p);                                                \
+    forward_row_per_block<LazySource, T, 1>(p);                                                      \
   }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(kWideGroups * kGroup, 1)                              \
       logp_forward_wide_##suffix(const __grid_constant__ LogpParams p) {                             \
-    forward_row_per_block<OnlineScan, T, kWideGroups, false>(p);                                     \
+    forward_row_per_block<EagerSource, T, kWideGroups>(p);                                           \
+  }                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kWideGroups * kGroup, 1)                              \
+      logp_forward_wide_shifted_##suffix(const __grid_constant__ LogpParams p) {                     \
+    forward_row_per_block<ShiftedSource, T, kWideGroups>(p);                                         \
   }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(kGroup, kRingBlocks<T, 1>)                            \
       logp_forward_ring1_##suffix(const __grid_constant__ LogpParams p) {                            \
@@ -38,9 +42,13 @@ constexpr int kEagerBlocks = sizeof(typename T::Bits) == 8 ? 4 : sizeof(typename
       logp_forward_ring4_##suffix(const __grid_constant__ LogpParams p) {                            \
     forward_row_ring<T, 4, 2>(p);                                                                    \
   }                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kGroup, kStagedBlocks<T>)                             \
+      logp_forward_staged_##suffix(const __grid_constant__ LogpParams p) {                           \
+    forward_row_staged<T>(p);                                                                        \
+  }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(kGroup, 4)                                            \
       logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) {                         \
-    forward_row_per_block<TwoPassScan, T, 1, false>(p);                                              \
+    forward_row_per_block<TwoPassSource, T, 1>(p);                                                   \
   }                                                                                                  \
   extern "C" __global__ void __launch_bounds__(Eager::kThreads, kEagerBlocks<T>)                     \
       logp_backward_eager_##suffix(const __grid_constant__ LogpParams p) {                           \

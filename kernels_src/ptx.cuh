@@ -66,11 +66,16 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes from shared memory.
+// 16 bytes from and to shared memory.
 __device__ __forceinline__ void load_shared(u32 address, u32 (&w)[4]) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
                : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 address, const u32 (&w)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
                : "memory");
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.kernels import ALIGNED, AUTO, CLUSTERS, ONLINE, RINGS, SUFFIX, TMA, Variant, assert_ran
+from support.kernels import ALIGNED, AUTO, ONCE, ONLINE, SUFFIX, TMA, Variant, assert_ran
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
 from torch import Tensor
 
@@ -193,11 +193,12 @@ def test_online_and_tma_agree(rows):
 
 
 def widths(dtype: torch.dtype) -> list[int]:
-    """Vocabularies around the ends of a vector, of a warp's vectors, of one tile and two, and of many segments."""
+    """Vocabularies around the ends of a vector, of a warp's vectors, of one tile and two, and of many segments, of two
+    tiles each and of three."""
     vector = 16 // dtype.itemsize
     tile = 128 * (2 if dtype == torch.float64 else 4) * vector
     around = (vector, 32 * vector, tile, 2 * tile)
-    return [1, *(v + d for v in around for d in (-1, 0, 1)), 5 * tile + 7, 17 * tile + 3]
+    return [1, *(v + d for v in around for d in (-1, 0, 1)), 5 * tile + 7, 17 * tile + 3, 33 * tile + 5]
 
 
 @pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
@@ -217,7 +218,7 @@ def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran):
         shifted.copy_(x)  # each row at another alignment
         for want_entropy in (False, True):
             first = None
-            runs = [(p, x) for p in ("wide", "online", *RINGS, *CLUSTERS, *tma)]
+            runs = [(p, x) for p in (*ONCE, *tma)]
             runs += [(p, shifted) for p, _ in runs if p not in ALIGNED]
             for part, y in runs:
                 only_kernel(part)
@@ -227,7 +228,9 @@ def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran):
                 assert r.logp[3:6].isnan().all()
                 got = [t.nan_to_num(7.0, posinf=8.0, neginf=9.0) for t in r if t is not None]
                 first = first or got
-                assert all(map(same_bits, got, first)), f"{part} differs from wide at V = {v}, row stride {y.stride(0)}"
+                assert all(map(same_bits, got, first)), (
+                    f"{part} differs from {ONCE[0]} at V = {v}, row stride {y.stride(0)}"
+                )
 
 
 @pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)

@@ -32,7 +32,7 @@ BOUNDS = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 2e-6, "float64": 2e-6}
 def short_on_cpu(request, monkeypatch):
     """The reference takes seconds for what a GPU is timed with."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(selftest, "timed_shape", lambda kernel: (8, 100))
+        monkeypatch.setattr(selftest, "timed_shape", lambda kernel: (8, 100, kernel.alignment == 16))
 
 
 @pytest.fixture
@@ -104,9 +104,9 @@ def test_what_is_timed_is_the_kernel(shipped, capability):
     """Asked for by name, logits of that shape run this kernel and not another of its name."""
     for kernel in shipped.kernels:
         if kernel.op == "logp_forward" and shipped.closest(kernel.module, capability, 13000):
-            rows, vocab_size = TIMED_SHAPE(kernel)
-            size = vocab_size * getattr(torch, kernel.dtype).itemsize
-            facts = Facts(capability, 13000, kernel.dtype, 16, rows, size)
+            rows, vocab_size, aligned = TIMED_SHAPE(kernel)
+            size = getattr(torch, kernel.dtype).itemsize
+            facts = Facts(capability, 13000, kernel.dtype, 16 if aligned else size, rows, vocab_size * size)
             assert select_or_raise(shipped, kernel.op, kernel.name, facts).kernel is kernel
 
 

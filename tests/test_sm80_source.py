@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.kernels import RINGS, forget_launches
+from support.kernels import ALIGNED, RINGS, forget_launches
 from support.reference64 import assert_gradient, backward64, forward64
 
 from fused_logp_hub import _launch, _manifest, fused_logp
@@ -68,10 +68,11 @@ def test_ptx_has_no_instruction_of_a_later_architecture(ptx):
 @pytest.mark.parametrize("vocab_size", [1000, 1027, 50257])  # aligned rows; rows at every alignment; many tiles
 @pytest.mark.parametrize(
     ("part", "backward"),
-    [(part, "logp_backward") for part in ("online", "two_pass", *RINGS)] + [("wide", "logp_backward_eager")],
+    [(part, "logp_backward") for part in ("online", "staged", "two_pass", *RINGS)]
+    + [(part, "logp_backward_eager") for part in ("wide", "wide_shifted")],
 )
 def test_contract(only_sm80_source, ran, dtype, vocab_size, part, backward):
-    stride = vocab_size + (-vocab_size % 8 if part == "online" else 0)  # which needs aligned rows
+    stride = vocab_size + (-vocab_size % 8 if part in ALIGNED else 0)
     logits = torch.randn(9, stride, device="cuda").to(dtype)[:, :vocab_size].requires_grad_()
     ids = torch.randint(vocab_size, (9,), device="cuda")
     ids[3] = -100

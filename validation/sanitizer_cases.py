@@ -21,12 +21,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # One vector and less, a ragged tile, several tiles and segments, odd lengths at every alignment.
 SHAPES = ((3, 1), (5, 7), (9, 1000), (70, 1027), (3, 8192), (2, 20011), (2, 60001))
 FEW_SHAPES = ((5, 7), (3, 8192), (3, 20011), (3, 60001))
-# Rows, and bytes of each, for which "online" is 4 blocks a row, a wide block, 2 blocks of two groups and of one, a
-# block of one group from memory to registers and through shared memory, and a warp a row; the last two also at a
-# ragged alignment. It is 8 blocks for the longest above.
+# Rows, and bytes of each, for which "online" is 8 blocks a row, 4, a wide block, 2 blocks of two groups and of one, a
+# block from memory to registers, with the whole row at once, with longer rows in pieces, and through a ring, and a warp
+# a row. Then at a ragged alignment: 4 blocks, 2, a wide block, one through a ring, and a warp. It is 8 blocks for the
+# longest above.
 SHARED_ROWS = (
-    (48, 98400), (90, 49200), (140, 49200), (200, 32800), (140, 8208), (140, 4112), (140, 20552), (2050, 1040),
-    (2050, 1048),
+    (9, 98400), (48, 98400), (90, 49200), (140, 49200), (140, 24592), (130, 16400), (140, 8208), (520, 24592),
+    (200, 32800), (2050, 1040), (44, 49160), (60, 49160), (90, 16392), (140, 20552), (2050, 1048),
 )  # fmt: skip
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 
@@ -106,9 +107,10 @@ def main(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int], ...]) -
     # several rows for each persistent block, of which an H200 runs 792 at once; more than the 32 it looks ahead
     many = torch.randn(30000, 264, device="cuda")
     runs += check(many, torch.randint(264, (30000,), device="cuda"), "tma")
-    # a warp a row: whole tiles and the end of one that does not fill a vector, rows aligned all the same
-    many = torch.randn(2050, 8000, device="cuda").bfloat16()[:, :7001]
-    runs += check(many, torch.randint(7001, (2050,), device="cuda"), "online")
+    # a warp a row, and a row at once: the end of one that does not fill a vector, rows aligned all the same
+    for n, v in ((4100, 3001), (140, 7001)):
+        many = torch.randn(n, v + 7, device="cuda").bfloat16()[:, :v]
+        runs += check(many, torch.randint(v, (n,), device="cuda"), "online")
     torch.cuda.synchronize()
     print(f"{runs} forward and backward runs agree with the reference")
 

@@ -61,11 +61,12 @@ class _Subject:
     device: torch.device
     rows: int
     vocab_size: int
+    aligned: bool
 
     def logits(self) -> tuple[Tensor, Tensor]:
         """Logits and ids for the time."""
-        shape, dtype = (self.rows, self.vocab_size), getattr(torch, self.dtype)
-        logits = torch.randn(shape, device=self.device).to(dtype)
+        shape, dtype = (self.rows, self.vocab_size + (not self.aligned)), getattr(torch, self.dtype)
+        logits = torch.randn(shape, device=self.device).to(dtype)[:, -self.vocab_size :]
         return logits, torch.randint(self.vocab_size, (self.rows,), device=self.device)
 
 
@@ -96,7 +97,9 @@ def check_reference() -> list[Check]:
     """The forward and backward of CPU tensors."""
     device = torch.device("cpu")
     return [
-        _check(_Subject(op, _selection.REFERENCE, dtype, [probes.reference_case(dtype)], device, *_REFERENCE_SHAPE))
+        _check(
+            _Subject(op, _selection.REFERENCE, dtype, [probes.reference_case(dtype)], device, *_REFERENCE_SHAPE, True)
+        )
         for dtype in probes.GRAD_BOUNDS
         for op in (probes.FORWARD, probes.BACKWARD)
     ]
@@ -119,14 +122,18 @@ def cases_of(kernel: KernelRow, select: Callable[[str], list[Case]]) -> list[Cas
     return cases
 
 
-def timed_shape(kernel: KernelRow) -> tuple[int, int]:
-    """Rows and vocabulary that the kernel is meant for, no smaller than need be."""
+def timed_shape(kernel: KernelRow) -> tuple[int, int, bool]:
+    """Rows and vocabulary that the kernel is meant for, no smaller than need be; whether rows are aligned to 16 bytes.
+
+    A forward's are so only where it needs them to be: other kernels of its name may take aligned ones before it.
+    """
     item_bytes = 1 if kernel.dtype == "any" else int(getattr(torch, kernel.dtype).itemsize)
     meant_for = kernel.meant_for[0] if kernel.meant_for else Range()
     vocab_size = max(_VOCAB_SIZE, -(-meant_for.min_row_bytes // 16) * 16 // item_bytes)
     if meant_for.max_row_bytes is not None:
         vocab_size = min(vocab_size, meant_for.max_row_bytes // item_bytes)
-    return meant_for.max_rows or max(_ROWS, meant_for.min_rows), vocab_size
+    aligned = kernel.op != probes.FORWARD or kernel.alignment == 16
+    return meant_for.max_rows or max(_ROWS, meant_for.min_rows), vocab_size, aligned
 
 
 def _check(subject: _Subject, symbol: str | None = None, arch: str | None = None) -> Check:

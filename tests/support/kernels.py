@@ -51,22 +51,28 @@ class Variant:
 
 
 CLUSTERS = ("cluster8x2", "cluster4x2", "cluster2x2", "cluster2x1")
-ALIGNED = ("online", "cluster2x1", "tma")  # which need rows aligned to 16 bytes
+SHIFTED = ("wide_shifted", "cluster8x2_shifted", "cluster4x2_shifted", "cluster2x2_shifted")
 RINGS = ("ring1", "ring4")
-AUTO = Variant("cuda", "auto", ("online", *RINGS, "wide", "tma", *CLUSTERS))
-ONLINE = Variant("cuda", "online", ("online", *RINGS, "wide", *CLUSTERS))
+ONCE = ("online", "staged", "wide", *RINGS, *CLUSTERS, *SHIFTED)  # what the argument "online" may run
+ALIGNED = ("online", "staged", "wide", *CLUSTERS, "tma")  # which need rows aligned to 16 bytes
+EAGER = ("wide", *CLUSTERS, *SHIFTED)  # for few rows, as is the eager backward
+AUTO = Variant("cuda", "auto", (*ONCE, "tma"))
+ONLINE = Variant("cuda", "online", ONCE)
 TMA = Variant("cuda", "tma", ("tma",), aligned=True, hopper=True)
+
+
+def _forced(part: str) -> Variant:
+    backward = "logp_backward_eager" if part in EAGER else "logp_backward"
+    return Variant("cuda", "online", (part,), only=part, backward=(backward,), aligned=part in ALIGNED)
+
+
+# Of clusters the largest and the smallest: tests/test_invariance.py has all.
 VARIANTS = [
     Variant("cpu", "auto"),
     Variant("cuda", "reference"),
     AUTO,
-    Variant("cuda", "online", ("online",), only="online", backward=("logp_backward",), aligned=True),
-    Variant("cuda", "online", ("wide",), only="wide", backward=("logp_backward_eager",)),
-    *(
-        Variant("cuda", "online", (part,), only=part, backward=("logp_backward_eager",), aligned=part in ALIGNED)
-        for part in CLUSTERS
-    ),
-    *(Variant("cuda", "online", (part,), only=part, backward=("logp_backward",)) for part in RINGS),
+    *map(_forced, ("online", "staged", *RINGS, "wide", "cluster8x2", "cluster2x1")),
+    *map(_forced, ("wide_shifted", "cluster8x2_shifted", "cluster2x2_shifted")),
     Variant("cuda", "two_pass", ("two_pass",)),
     TMA,
 ]
