@@ -98,30 +98,37 @@ def _eager(case: Case) -> list[Timed]:
     ]  # fmt: skip
 
 
-class _Nothing(torch.autograd.Function):
-    """A node written in Python that computes nothing, but allocates and saves what ours does."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return torch.empty(len(logits), device=logits.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad_logp: Tensor) -> Tensor:
-        (logits,) = ctx.saved_tensors
-        return torch.empty_like(logits)
-
-
 def _least(case: Case) -> list[Timed]:
-    """What is left without checks, look-ups and addresses, and what PyTorch takes for any node."""
-    logits, ids, leaf = case.logits[0], case.token_ids, case.leaf(0)
-    out = torch.empty(ids.shape, device=case.device)
-    launches = []
-    with patch.object(_driver.Function, "launch", lambda *arguments: launches.append(arguments)):
-        fused_logp_hub.fused_logp_out(logits, ids, out=out)
-    function, *arguments = launches[0]
+    """What is left without checks, look-ups and addresses: allocations, launches, and PyTorch's part of any node."""
+    ids, leaf = case.token_ids, case.leaf(0)
+    launches: list[tuple[Any, ...]] = []
+    launch = _driver.Function.launch
 
-    def allocate_and_launch() -> Tensor:
+    def record(*arguments: Any) -> None:
+        launches.append(arguments)
+        launch(*arguments)
+
+    with patch.object(_driver.Function, "launch", record):
+        logp = fused_logp_hub.fused_logp(leaf, ids)
+        # what the launches write is to stay allocated
+        kept = logp, torch.autograd.grad(logp, leaf, case.grad_logp, retain_graph=True)
+    (function, *arguments), (backward_function, *backward_arguments) = launches
+
+    class Node(torch.autograd.Function):
+        """It allocates, saves and launches what ours does."""
+
+        @staticmethod
+        def forward(ctx: Any, leaf: Tensor) -> Tensor:
+            ctx.save_for_backward(leaf, ids, torch.empty(2, len(ids), device=case.device))
+            return allocate_and_launch()
+
+        @staticmethod
+        def backward(ctx: Any, grad_logp: Tensor) -> Tensor:
+            fresh = torch.empty_like(ctx.saved_tensors[0])
+            backward_function.launch(*backward_arguments)
+            return fresh
+
+    def allocate_and_launch(_: object = kept) -> Tensor:
         fresh = torch.empty(ids.shape, device=case.device)
         function.launch(*arguments)
         return fresh
@@ -129,10 +136,11 @@ def _least(case: Case) -> list[Timed]:
     return [
         Timed("forward, no gradient", names.HOST_LIMIT, allocate_and_launch),
         Timed("forward, *_out with statistics", names.HOST_LIMIT, lambda: function.launch(*arguments)),
-        Timed("forward, differentiable", names.HOST_LIMIT, lambda: _Nothing.apply(leaf)),
+        Timed("backward, *_out", names.HOST_LIMIT, lambda: backward_function.launch(*backward_arguments)),
+        Timed("forward, differentiable", names.HOST_LIMIT, lambda: Node.apply(leaf)),
         Timed(
             "forward and backward", names.HOST_LIMIT,
-            lambda: torch.autograd.grad(_Nothing.apply(leaf), leaf, case.grad_logp),
+            lambda: torch.autograd.grad(Node.apply(leaf), leaf, case.grad_logp),
         ),
     ]  # fmt: skip
 

@@ -22,7 +22,7 @@ PROVIDERS = {
     "eager": ("eager", "log_softmax(logits.float(), -1).gather(-1, ids)"),
     "least": (
         "least",
-        "of host time: allocation and launch without a check; an autograd node that launches nothing",
+        "of host time: allocations and launches alone; for gradients, in a node of autograd written in Python",
     ),
 }
 LIMITS = ("read", "copy")
