@@ -44,7 +44,7 @@ struct StagedRow {
 #pragma unroll
       for (int j = 0; j < kVectors<T>; ++j) {
         const int ahead = (tile * kVectors<T> + j) * kGroup;
-        if (c + (ahead + 1) * T::kVec <= reader.vocab_size) copy_async(place + ahead * 16, source + ahead);
+        if (c + (ahead + 1) * T::kVec <= reader.vocab_size) copy_async_past_l1(place + ahead * 16, source + ahead);
         else store_shared(place + ahead * 16, reader.nothing().w);
       }
       copy_async_commit();

@@ -85,6 +85,12 @@ __device__ __forceinline__ void copy_async(u32 dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(__cvta_generic_to_global(src)) : "memory");
 }
 
+// The same past L1 (.cg), 128 bytes at once from memory to L2: 1 to 4 % faster where a row comes whole, slower in a ring.
+__device__ __forceinline__ void copy_async_past_l1(u32 dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(__cvta_generic_to_global(src))
+               : "memory");
+}
+
 // Makes a group of this thread's copies since the last group.
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
