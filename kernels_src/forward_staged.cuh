@@ -1,6 +1,6 @@
-// Forward for many short rows: one group brings a whole row to shared memory at once (cp.async), each thread the vectors
-// it will use, and reduces it from there. Nothing goes around in a ring, so there are fewer instructions and registers
-// for a row than in any other kernel, and more rows are on their way.
+// Forward for short rows, and for many that are a little longer: one group brings a whole row to shared memory at once
+// (cp.async), each thread the vectors it will use, and reduces it from there. Nothing goes around in a ring, so registers
+// are fewer and more rows are on their way than in any other kernel.
 //
 // Longer rows are taken in pieces of that size, one after the other. Leaves and merge are those of the other kernels:
 // same bits. Rows must be aligned.
