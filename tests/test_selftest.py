@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import subprocess
@@ -24,7 +25,7 @@ from fused_logp_hub.cli.timing import median_times
 
 pytestmark = pytest.mark.usefixtures("short_on_cpu")
 TIMED_SHAPE = selftest.timed_shape
-MANY_ROWS = 400  # more than any kernel for few rows takes
+FEWER = 16  # times fewer rows than kernels are meant for
 BOUNDS = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 2e-6, "float64": 2e-6}
 
 
@@ -42,20 +43,25 @@ def shipped():
     return _manifest.shipped()
 
 
-@pytest.fixture
-def gpus(shipped, monkeypatch):
-    """Two GPUs of capability 9.0 whose tensors are the CPU's, and small: kernels for long or many rows take these."""
+def taking_small(manifest):
+    """The same kernels, meant for fewer rows and for shorter ones."""
 
     def lowered(ranges):
         return ranges and tuple(
-            dataclasses.replace(r, min_row_bytes=0, min_rows=min(r.min_rows, MANY_ROWS)) for r in ranges
+            dataclasses.replace(
+                r, min_row_bytes=0, min_rows=r.min_rows // FEWER, max_rows=r.max_rows and r.max_rows // FEWER
+            )
+            for r in ranges
         )
 
-    def taking_small(kernel):
-        return dataclasses.replace(kernel, meant_for=lowered(kernel.meant_for), auto=lowered(kernel.auto))
+    kernels = (dataclasses.replace(k, meant_for=lowered(k.meant_for), auto=lowered(k.auto)) for k in manifest.kernels)
+    return dataclasses.replace(manifest, kernels=tuple(kernels))
 
-    small = dataclasses.replace(shipped, kernels=tuple(map(taking_small, shipped.kernels)))
-    monkeypatch.setattr(_manifest, "shipped", lambda: small)
+
+@pytest.fixture
+def gpus(shipped, monkeypatch):
+    """Two GPUs of capability 9.0 whose tensors are the CPU's, and small: kernels for long or many rows take these."""
+    monkeypatch.setattr(_manifest, "shipped", lambda: taking_small(shipped))
     FakeDriver((9, 0), (9, 0)).install(monkeypatch.setattr)
     cpu, run_case, check_gpu = torch.device("cpu"), probes.run_case, selftest.check_gpu
 
@@ -92,7 +98,7 @@ def test_every_kernel_that_fits(shipped, capability):
     cubins = [c for c in shipped.cubins if c.runs_on(capability, 13000)]
     if not cubins:
         pytest.skip(f"nothing shipped runs on {capability}")
-    checks = selftest.check_gpu(shipped, torch.device("cpu"), capability, 13000)
+    checks = selftest.check_gpu(taking_small(shipped), torch.device("cpu"), capability, 13000)
     modules = {c.module for c in cubins}
     assert [c.symbol for c in checks] == [k.symbol for k in shipped.kernels if k.module in modules]
     assert {c.arch for c in checks} <= {c.arch for c in cubins}
@@ -108,6 +114,15 @@ def test_what_is_timed_is_the_kernel(shipped, capability):
             size = getattr(torch, kernel.dtype).itemsize
             facts = Facts(capability, 13000, kernel.dtype, 16 if aligned else size, rows, vocab_size * size)
             assert select_or_raise(shipped, kernel.op, kernel.name, facts).kernel is kernel
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 3), (12, 0)], ids=str)
+def test_a_call_reaches_every_kernel(shipped, capability):
+    """With the rows and sizes that it is really meant for."""
+    select = functools.cache(lambda requested: probes.select_cases(shipped, requested, capability, 13000))
+    for kernel in shipped.kernels:
+        if kernel.op != "row_mask" and shipped.closest(kernel.module, capability, 13000):
+            assert selftest.cases_of(kernel, select)
 
 
 def test_kernel_that_no_call_reaches(shipped):
@@ -171,7 +186,7 @@ def test_wrong_values_are_noticed(shipped, monkeypatch):
         return compare(logits, labels, logp)
 
     monkeypatch.setattr(probes, "compare", off)
-    checks = selftest.check_gpu(shipped, torch.device("cpu"), (9, 0), 13000)
+    checks = selftest.check_gpu(taking_small(shipped), torch.device("cpu"), (9, 0), 13000)
     assert {c.right for c in checks if c.op != "row_mask"} == {False}
     assert all(c.error == pytest.approx(1e-3, rel=1e-2) for c in checks if c.op == "logp_forward")
 
