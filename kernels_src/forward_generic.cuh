@@ -105,7 +105,7 @@ struct ShiftedSource {
     if (seg.has(first)) feed.start(first * seg.tiles_per_segment);
   }
 
-  // One for each group of the block.
+  // One for each group of the block, whose shared_memory in kernels.toml they are.
   static __device__ __forceinline__ Ring& ring() {
     extern __shared__ __align__(16) u8 rings[];
     return reinterpret_cast<Ring*>(rings)[threadIdx.x / kGroup];

@@ -125,7 +125,7 @@ struct RingScan {
   using Feed = RingFeed<T, kWarps, kDepth, kAligned>;
   static constexpr int kParts = Feed::kParts;
 
-  Feed feed;
+  Feed feed;  // a copy: behind a reference it would cost registers
   const Segmentation& seg;
   const Acc scale;
   State state[kParts];

@@ -16,7 +16,7 @@ template <class T>
 constexpr int kStagedBlocks = sizeof(typename T::Bits) == 8 ? 4 : 6;
 #else
 template <class T>
-constexpr int kStagedBlocks = sizeof(typename T::Bits) == 8 ? 6 : 10;
+constexpr int kStagedBlocks = sizeof(typename T::Bits) == 8 ? 5 : 10;
 #endif
 
 template <class T>
