@@ -53,10 +53,10 @@ class Variant:
 CLUSTERS = ("cluster8x2", "cluster4x2", "cluster2x2", "cluster2x1")
 SHIFTED = ("wide_shifted", "cluster8x2_shifted", "cluster4x2_shifted", "cluster2x2_shifted")
 RINGS = ("ring1", "ring4")
-ONCE = ("online", "staged", "wide", *RINGS, *CLUSTERS, *SHIFTED)  # what the argument "online" may run
+ONCE = ("online", "staged", "wide", *RINGS, *CLUSTERS, *SHIFTED)  # what "online" may run, and "auto"
 ALIGNED = ("online", "staged", "wide", *CLUSTERS, "tma")  # which need rows aligned to 16 bytes
 EAGER = ("wide", *CLUSTERS, *SHIFTED)  # for few rows, as is the eager backward
-AUTO = Variant("cuda", "auto", (*ONCE, "tma"))
+AUTO = Variant("cuda", "auto", ONCE)
 ONLINE = Variant("cuda", "online", ONCE)
 TMA = Variant("cuda", "tma", ("tma",), aligned=True, hopper=True)
 
