@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
@@ -31,7 +32,7 @@ import fused_logp_hub  # noqa: E402
 from benchmarks import environment, results, timing  # noqa: E402
 from benchmarks.case import buffer_count  # noqa: E402
 from benchmarks.shapes import ITEM_SIZE  # noqa: E402
-from fused_logp_hub import _driver, _launch, _manifest  # noqa: E402
+from fused_logp_hub import _driver, _launch, _manifest, _recall  # noqa: E402
 
 OP = "logp_forward"
 ROWS = (1, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 1024, 2048, 4096, 8192, 16384)
@@ -95,12 +96,8 @@ def kernels(dtype: str, device: torch.device) -> list[Forced]:
 @contextlib.contextmanager
 def forcing(function: _driver.Function) -> Iterator[None]:
     """Launches inside run that kernel, whatever the selector would choose."""
-    original = _launch.plan, _launch.launches
-    _launch.plan, _launch.launches = lambda *_: function, {}
-    try:
+    with patch.multiple(_launch, plan=lambda *_: function, launches={}), patch.object(_recall, "passed", {}):
         yield
-    finally:
-        _launch.plan, _launch.launches = original
 
 
 def measure_point(

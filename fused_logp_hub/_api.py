@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fused_logp_hub import _call, _checks, _launch, _library, _ops, _outputs, _recall, _selection
+from fused_logp_hub import _call, _checks, _library, _ops, _outputs, _recall, _selection
 from fused_logp_hub._call import LogpResult as LogpResult
 from fused_logp_hub._errors import ArgumentError
 
@@ -83,10 +83,10 @@ def fused_logp(
     kernel = _selection.resolve(kernel)
     key = None
     if row_indices is None and row_mask is None and not (return_lse or return_entropy):
-        key = _recall.key_of(logits, token_ids, temperature, ignore_index, on_invalid, kernel, out_dtype)
-        launch = _launch.launches.get(key) if key is not None else None
-        if launch is not None:
-            return _recall.forward(launch, logits, token_ids, out_dtype)
+        key = _recall.key_of(logits, temperature, ignore_index, on_invalid, kernel, out_dtype)
+        logp = None if key is None else _recall.forward(key, logits, token_ids, out_dtype)
+        if logp is not None:
+            return logp
     if row_indices is not None:
         row_mask = _call.merge_mask(row_indices, row_mask, logits)
     if _call.is_plain(logits) or not isinstance(logits, Tensor):
@@ -144,11 +144,9 @@ def fused_logp_out(
     outputs = (out, row_max, log_sum, entropy)
     key = None
     if row_indices is None and row_mask is None:
-        key = _recall.key_of(logits, token_ids, temperature, ignore_index, on_invalid, kernel, None, outputs)
-        launch = _launch.launches.get(key) if key is not None else None
-        if launch is not None:
-            increment_version([output for output in outputs if output is not None])
-            _recall.forward_out(launch, logits, token_ids, *outputs)
+        absent = row_max is None, log_sum is None, entropy is None
+        key = _recall.key_of(logits, temperature, ignore_index, on_invalid, kernel, None, *absent)
+        if key is not None and _recall.forward_out(key, logits, token_ids, *outputs):
             return out
     problem = _call.make_problem(logits, token_ids, row_indices, row_mask, temperature, ignore_index, on_invalid)
     _checks.no_autograd("logits", logits)
@@ -160,7 +158,7 @@ def fused_logp_out(
     increment_version([output for output in outputs if output is not None])
     _ops.forward(problem, kernel, out, row_max, log_sum, entropy, False)
     if key is not None:
-        _recall.keep(key, problem, kernel, out.dtype, False)
+        _recall.keep(key, problem, kernel, out.dtype, False, outputs)
     return out
 
 

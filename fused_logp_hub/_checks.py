@@ -49,17 +49,11 @@ def make_problem(
         raise ArgumentError(f"on_invalid: expected one of {', '.join(ON_INVALID)}, got {on_invalid!r}. Pick one.")
     if row_mask is not None:
         row_mask = _flat_mask(row_mask, logits)
-    try:
-        key = (
-            logits.dtype, logits.shape, logits.stride(), logits.device,
-            token_ids.dtype, token_ids.shape, token_ids.stride(), token_ids.device,
-            number, ignore_index, on_invalid, shard,
-        )  # fmt: skip
-    except RuntimeError:
-        name = "logits" if logits.is_nested else "token_ids"
-        raise ArgumentError(
-            f"{name}: expected a dense tensor, got a nested one. Pass its values(), or pad it."
-        ) from None
+    key = (
+        logits.dtype, logits.shape, logits.stride(), logits.device,
+        token_ids.dtype, token_ids.shape, token_ids.stride(), token_ids.device,
+        number, ignore_index, on_invalid, shard,
+    )  # fmt: skip
     traced = torch.compiler.is_dynamo_compiling()  # a dict of sizes would have each of them compiled anew
     spec = None if traced else _specs.get(key)
     if spec is None:
@@ -140,13 +134,13 @@ def tensor(name: str, value: object) -> None:
 
 
 def dense(name: str, value: Any) -> None:
-    """ArgumentTypeError unless the argument is a tensor, ArgumentError unless it is neither sparse nor jagged."""
+    """ArgumentTypeError unless the argument is a tensor, ArgumentError unless it is neither sparse nor nested."""
     if not isinstance(value, Tensor):
         tensor(name, value)
+    if value.is_nested:
+        raise ArgumentError(f"{name}: expected a dense tensor, got a nested one. Pass its values(), or pad it.")
     if value.layout is not torch.strided:
-        raise ArgumentError(
-            f"{name}: expected a dense tensor, got layout {value.layout}. Call to_dense(), or values() if it is nested."
-        )
+        raise ArgumentError(f"{name}: expected a dense tensor, got layout {value.layout}. Call to_dense().")
 
 
 def _not_transformed(logits: Tensor) -> None:
@@ -172,7 +166,7 @@ def shaped_tensor(
     name: str, value: Tensor, shape: Sequence[int], logits: Tensor, dtypes: Sequence[torch.dtype]
 ) -> None:
     """ArgumentError unless the tensor has that shape, made of the logits' leading one, and lies on their device."""
-    tensor(name, value)
+    dense(name, value)
     if value.shape != shape:
         raise ArgumentError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}. Match the logits.")
     if value.dtype not in dtypes:
@@ -191,7 +185,7 @@ def no_autograd(name: str, tensor: Tensor) -> None:
 
 def row_indices(indices: Tensor, logits: Tensor) -> None:
     """ArgumentError unless the indices are [M] int32 or int64 on the logits' device."""
-    tensor("row_indices", indices)
+    dense("row_indices", indices)
     if indices.dim() != 1 or indices.dtype not in INDEX_DTYPES:
         raise ArgumentError(
             f"row_indices: expected shape [M], int32 or int64, got {list(indices.shape)}, {indices.dtype}. "

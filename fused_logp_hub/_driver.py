@@ -42,14 +42,17 @@ _CONFIG = struct.Struct(f"@I{_SHAPE.size}s4xQ16x")
 
 
 class _Buffers:
-    """A launch's buffers: parameters, the pointers they are read through, the configuration."""
+    """A launch's buffers: parameters, the pointers they are read through, the configuration.
+
+    Struct packs into views of them, which takes two thirds of the time it takes into ctypes' own objects.
+    """
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(MAX_PARAMS_BYTES)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        buffer, config = ctypes.create_string_buffer(MAX_PARAMS_BYTES), ctypes.create_string_buffer(_CONFIG.size)
+        self.buffer, self.config = memoryview(buffer), memoryview(config)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         self.pointers_address = ctypes.addressof(self.pointers)
-        self.config = ctypes.create_string_buffer(_CONFIG.size)
-        self.config_address = ctypes.addressof(self.config)
+        self.config_address = ctypes.addressof(config)
         self.current = ctypes.c_void_p()
         self.current_address = ctypes.addressof(self.current)
 
@@ -146,17 +149,14 @@ class Function:
         layout.pack_into(arguments.buffer, 0, *values)
         _CONFIG.pack_into(arguments.config, 0, grid, self.shape, stream)
         library.cuCtxGetCurrent(arguments.current_address)
+        config, parameters = arguments.config_address, arguments.pointers_address
         if arguments.current.value == self.device.context:
-            status = self._launch(library, arguments)
+            status = library.cuLaunchKernelEx(config, self.handle, parameters, None)
         else:
             with self.device:
-                status = self._launch(library, arguments)
+                status = library.cuLaunchKernelEx(config, self.handle, parameters, None)
         if status:
             _check((cuda.CUresult(status),), "cuLaunchKernelEx", self.kernel.symbol, self.device.ordinal)
-
-    def _launch(self, library: ctypes.CDLL, arguments: _Buffers) -> int:
-        status: int = library.cuLaunchKernelEx(arguments.config_address, self.handle, arguments.pointers_address, None)
-        return status
 
 
 class Device:

@@ -14,7 +14,6 @@ from fused_logp_hub._problem import copy_reason
 
 def output(name: str, value: Tensor, shape: Sequence[int], logits: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     """As shaped_tensor, for a tensor that is written: contiguous and free of autograd."""
-    dense(name, value)
     shaped_tensor(name, value, shape, logits, dtypes)
     if not value.is_contiguous():
         raise ArgumentError(f"{name}: expected a contiguous tensor, got strides {value.stride()}. Allocate it so.")

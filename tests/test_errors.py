@@ -168,7 +168,9 @@ OPTIONS = {
     "row_mask that would broadcast": ("row_mask", torch.ones(1, dtype=torch.bool), ArgumentError),
     "row_mask of integers": ("row_mask", torch.ones(N, dtype=torch.int64), ArgumentError),
     "row_mask of floats": ("row_mask", torch.ones(N), ArgumentError),
+    "sparse row_mask": ("row_mask", torch.ones(N, dtype=torch.bool).to_sparse(), ArgumentError),
     "row_mask as a list": ("row_mask", [True] * N, ArgumentTypeError),
+    "sparse row_indices": ("row_indices", torch.zeros(2, dtype=torch.int64).to_sparse(), ArgumentError),
     "row_indices of two dimensions": (
         "row_indices",
         torch.zeros(2, 1, dtype=torch.int64),
@@ -334,6 +336,13 @@ def test_inputs_of_the_backward(device, function, name, wrong):
     given = arguments(device)
     given[name] = spoil(given[name])
     assert_refused(function, given, error, name)
+
+
+@pytest.mark.parametrize("name", ["grad_logp", "grad_entropy", "row_max", "log_sum", "entropy"])
+def test_sparse_vectors_of_the_backward(device, name):
+    given = arguments(device)
+    given[name] = given[name].to_sparse()
+    assert_refused(fused_logp_backward_out, given, ArgumentError, name)
 
 
 @pytest.mark.parametrize("name", ["row_max", "log_sum", "entropy"])

@@ -14,8 +14,8 @@ from fused_logp_hub import (
     FusedLogpError,
     InvalidTokenIdError,
     _checks,
-    _launch,
     _params,
+    _recall,
     fused_logp,
     fused_logp_out,
 )
@@ -116,7 +116,7 @@ def test_another_call_is_checked(launched, checked, change):
     """Also after one that it might be taken for, and it launches what it launches alone."""
     fused_logp(**{**arguments(), **change})
     alone = told(launched[-1])
-    _launch.launches.clear()
+    _recall.passed.clear()
     fused_logp(**arguments())
     del checked[:]
     for _ in range(2):
@@ -142,16 +142,21 @@ def bad(name, **change):
         bad("out", out=[0.0] * ROWS),
         bad("out", out=torch.empty(ROWS).to_sparse()),
         bad("out", out=nested([torch.empty(2), torch.empty(2)], torch.jagged)),
+        bad("out", out=nested([torch.empty(2), torch.empty(2)], torch.strided)),
+        bad("out", out=torch.empty(ROWS).to_mkldnn()),
         bad("row_max", row_max=torch.empty(ROWS, dtype=torch.float64)),
         bad("log_sum", log_sum=torch.empty(2, 2)),
+        bad("log_sum", log_sum=nested([torch.empty(2), torch.empty(2)], torch.strided)),
         bad("logits", logits=torch.randn(ROWS, VOCAB, requires_grad=True)),
         bad("logits", logits=torch.randn(ROWS, VOCAB).int()),
         bad("logits", logits=None),
+        bad("logits", logits=nested([torch.empty(2, VOCAB), torch.empty(2, VOCAB)], torch.strided)),
         bad("token_ids", token_ids=torch.zeros(ROWS)),
         bad("token_ids", token_ids=torch.zeros(ROWS, dtype=torch.int64).to_sparse()),
         bad("token_ids", token_ids=torch.zeros(2, 2, dtype=torch.int64)),
         bad("token_ids", token_ids=torch.zeros(ROWS + 1, dtype=torch.int64)),
         bad("token_ids", token_ids=[0] * ROWS),
+        bad("token_ids", token_ids=nested([torch.zeros(2, dtype=torch.int64)] * 2, torch.strided)),
         bad("temperature", temperature=0.0),
         bad("temperature", temperature=float("nan")),
         bad("temperature", temperature="1.0"),
@@ -211,6 +216,34 @@ def test_devices_after_a_call_that_passed():
             with pytest.raises(ArgumentError, match=rf"^{name}: expected device"):
                 fused_logp_out(x, ids, **{**outputs, name: tensor})
         torch.testing.assert_close(fused_logp(x.cpu(), ids.cpu()), x.cpu().log_softmax(-1)[:, 0])
+
+
+def test_calls_in_turns_are_all_known(launched, checked):
+    """Same shape of the logits, yet different: neither makes the other be checked again."""
+    calls = [
+        arguments(),
+        {**arguments(), "logits": torch.randn(ROWS, VOCAB).bfloat16()},
+        {**arguments(), "logits": torch.randn(ROWS, 2 * VOCAB)[:, :VOCAB]},
+        {**arguments(), "token_ids": torch.zeros(ROWS, 3, dtype=torch.int64)},
+    ]
+    for _ in range(3):
+        for call in calls:
+            fused_logp(**call)
+    assert len(checked) == len(calls)
+    fused_logp(**{**arguments(), "token_ids": torch.zeros(ROWS, dtype=torch.int32)})
+    assert {len(found) for found in _recall.passed.values()} == {len(calls)}  # and no more
+
+
+def test_a_pytorch_without_these_guards(launched, checked, monkeypatch):
+    """Every call is checked, and launches the same."""
+    fused_logp(**arguments())
+    monkeypatch.setattr(_recall, "_TensorGuards", None)
+    _recall.passed.clear()
+    for _ in range(2):
+        fused_logp(**arguments())
+    assert len(checked) == len(launched) == 3
+    assert told(launched[0]) == told(launched[1]) == told(launched[2])
+    assert not _recall.passed
 
 
 def test_no_rows(launched):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_logp_hub import _launch
+from fused_logp_hub import _launch, _recall
 
 SUFFIX = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 
@@ -82,6 +82,7 @@ def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test ends, nothing that was selected or prepared before is used again."""
     monkeypatch.setattr(_launch, "_plans", {})
     monkeypatch.setattr(_launch, "launches", {})
+    monkeypatch.setattr(_recall, "passed", {})
 
 
 def assert_ran(symbols: list[str], variant: Variant, dtype: torch.dtype, *, forwards: int, backwards: int = 0) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fused_logp_hub import _launch, _ops, _params
+from fused_logp_hub import _launch, _ops, _params, _recall
 from support.manifests import SYNTHETIC
 
 CONSTANTS = struct.Struct("=" + "".join(codes for _, codes in _params.LOGP_CONSTANTS))
@@ -37,6 +37,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict]]:
 
     monkeypatch.setattr(_launch, "plan", plan)
     monkeypatch.setattr(_launch, "launches", {})
+    monkeypatch.setattr(_recall, "passed", {})
     monkeypatch.setattr(_launch, "current_stream", lambda index: 0)
     monkeypatch.setattr(_ops, "uses_reference", lambda logits, kernel: False)
     return launches
