@@ -5,8 +5,8 @@
 // address, or how many blocks share a row:
 //   vector   16 bytes of consecutive columns
 //   tile     128 threads x 4 vectors (8 KiB; 2 vectors for float64): thread t takes vectors t, t + 128, ...
-//   segment  at least 2 tiles, at most 16 segments a row: each of the 128 threads, a group, runs an
-//            online softmax over its columns, then each warp reduces to one state, a "leaf"
+//   segment  1, 2, 4, 8 or 16 a row, as few as leave none with more than 2 tiles: each of the 128 threads, a group,
+//            runs an online softmax over its columns, then each warp reduces to one state, a "leaf"
 //   row      one warp merges the row's leaves (segments x 4) in a fixed order
 // So one group can do all segments in turn, or each group of a cluster one of them, and the bits agree.
 #pragma once
@@ -22,44 +22,33 @@ template <class T>
 constexpr int kVectors = sizeof(typename T::Bits) == 8 ? 2 : 4;
 template <class T>
 constexpr u32 kTileBytes = kGroup * kVectors<T> * 16;
-constexpr int kMaxSegments = 16;
+constexpr int kLogMaxSegments = 4;
+constexpr int kMaxSegments = 1 << kLogMaxSegments;
 constexpr int kMaxLeaves = kMaxSegments * kGroupWarps;
 
 template <class T>
 constexpr u32 kTileColumns = kGroup * kVectors<T> * T::kVec;
 
-// Resident groups a multiprocessor that the register budget is set for: 8 have 64 KiB in flight.
-// float64 and Blackwell code need more registers.
-#if __CUDA_ARCH__ >= 1000
-template <class T>
-constexpr int kForwardBlocks = 5;
-#else
-template <class T>
-constexpr int kForwardBlocks = sizeof(typename T::Bits) == 8 ? 6 : 8;
-#endif
-
-// Nothing here divides: that would stand between the start of a kernel and its first load.
+// A power of two, so that however many groups share a row, they get the same number of tiles, give or take one; and
+// nothing divides: that would stand between the start of a kernel and its first load.
 struct Segmentation {
-  u32 tiles, tiles_per_segment;
+  u32 tiles, log_count;
 
   __device__ __forceinline__ Segmentation(u32 vocab_size, u32 tile_columns) {
     tiles = (vocab_size + tile_columns - 1) / tile_columns;
-    tiles_per_segment = max((tiles + kMaxSegments - 1) / kMaxSegments, 2u);
+    log_count = min(32 - __clz((tiles - 1) / 2), kLogMaxSegments);
   }
 
-  __device__ __forceinline__ bool has(u32 segment) const { return segment * tiles_per_segment < tiles; }
+  // Its first tile; of the one behind the last, how many tiles there are.
+  __device__ __forceinline__ u32 begin(u32 segment) const { return segment * tiles >> log_count; }
 
-  // Called by one whole warp.
-  __device__ __forceinline__ u32 count() const { return __popc(__ballot_sync(~0u, has(threadIdx.x % kWarp))); }
+  __device__ __forceinline__ bool has(u32 segment) const { return begin(segment) < tiles; }
 
-  // How many consecutive segments each of kShares takes.
+  __device__ __forceinline__ u32 count() const { return has(0) ? 1u << log_count : 0; }
+
+  // How many consecutive segments each of kShares takes, if there is one for it.
   template <u32 kShares>
-  __device__ __forceinline__ u32 each() const {
-    u32 n = 1;
-#pragma unroll
-    for (u32 i = 1; i * kShares < kMaxSegments; ++i) n += has(i * kShares);
-    return n;
-  }
+  __device__ __forceinline__ u32 each() const { return max((1u << log_count) / kShares, 1u); }
 };
 
 template <class Acc>
@@ -168,30 +157,29 @@ __device__ __forceinline__ void load_tile(const RowReader<T>& reader, u32 tile, 
   else reader.template load_guarded<kAligned>(v, c, kStep);
 }
 
-// This thread's vectors of the first tile it scans. An eager kernel asks for them before it knows that the row counts:
-// that saves one latency of three, and reads in vain where the row does not: for few rows, where latency is all
-// there is.
-template <class T, bool kEager>
+// Where registers allow, a thread holds the vectors of the next tile while it works on one.
+template <class T, bool kAligned>
+constexpr bool kHoldsNext = kAligned && sizeof(typename T::Bits) < 8;
+
+// This thread's vectors of the first tile it visits.
+template <class T, bool kAligned>
 struct FirstTile {
   Vec16 v[kVectors<T>];
 
-  __device__ __forceinline__ FirstTile(const RowReader<T>& reader, const Segmentation& seg, u32 segment) {
-    if (kEager && reader.shift == 0 && seg.has(segment))
-      load_tile<T, true>(reader, segment * seg.tiles_per_segment, v);
+  __device__ __forceinline__ void load(const RowReader<T>& reader, u32 tile) {
+    if constexpr (kHoldsNext<T, kAligned>) load_tile<T, kAligned>(reader, tile, v);
   }
 };
 
-// Calls visit(tile, v) with this thread's vectors of each tile in [first, last), in order. Where registers
-// allow, the next tile is on its way meanwhile.
-template <class T, bool kAligned, bool kEager, class Visit>
+// Calls visit(tile, v) with this thread's vectors of each tile in [first, last), in order. The first ones are loaded.
+template <class T, bool kAligned, class Visit>
 __device__ __forceinline__ void visit_tiles(const RowReader<T>& reader, u32 first, u32 last,
-                                            const FirstTile<T, kEager>& ahead, Visit visit) {
+                                            const FirstTile<T, kAligned>& ahead, Visit visit) {
   Vec16 v[kVectors<T>];
-  if constexpr (kAligned && sizeof(typename T::Bits) < 8) {
+  if constexpr (kHoldsNext<T, kAligned>) {
     Vec16 next[kVectors<T>];
 #pragma unroll
     for (int j = 0; j < kVectors<T>; ++j) next[j] = ahead.v[j];
-    if (!kEager) load_tile<T, kAligned>(reader, first, next);
 #pragma unroll 1
     for (u32 tile = first; tile < last; ++tile) {
 #pragma unroll

@@ -1,8 +1,9 @@
 // One block a row, of one group or several, or a cluster of blocks a row: what a group does to its run of segments is a
-// source, of which there are three.
+// source, of which there are four.
 //
 // OnlineSource reads aligned rows once, straight from global memory into registers.
-// ShiftedSource reads rows at any alignment once, through a ring in shared memory.
+// RingSource reads rows once, through a ring in shared memory; those at any alignment too.
+// StagedSource (forward_staged.cuh) reads aligned rows once, a whole piece through shared memory at a time.
 // TwoPassSource reads the row twice (the second time partly from L2) and takes every exponent from the row's maximum.
 // All give one leaf per warp and segment.
 #pragma once
@@ -32,8 +33,9 @@ struct TwoPassScan {
   __device__ __forceinline__ TwoPassScan(const RowReader<T>& reader, const Segmentation& seg)
       : top(-Math<Acc>::infinity()) {
     __shared__ Acc warp_top[kGroupWarps];
-    visit_tiles<T, kAligned>(reader, 0, seg.tiles, FirstTile<T, false>(reader, seg, 0),
-                             [&](u32, const auto& v) { top = Math<Acc>::max(top, T::top(v)); });
+    FirstTile<T, kAligned> ahead;
+    ahead.load(reader, 0);
+    visit_tiles(reader, 0, seg.tiles, ahead, [&](u32, const auto& v) { top = Math<Acc>::max(top, T::top(v)); });
     top = State::warp_max(top);
     if (threadIdx.x % kWarp == 0) warp_top[threadIdx.x / kWarp] = top;
     __syncthreads();
@@ -51,70 +53,87 @@ struct TwoPassScan {
   }
 };
 
-// Scans segments [first, last) and hands each leaf to put(segment, state), on every lane.
-template <class Scan, bool kAligned, class T, class Ahead, class Put>
+// Scans segments [first, last) and hands each leaf to put(leaf, state), on every lane.
+template <class Scan, bool kAligned, class T, class Put>
 __device__ __forceinline__ void scan_segments(const RowReader<T>& reader, const Segmentation& seg, u32 first,
-                                              u32 last, typename T::Acc scale, const Ahead& ahead, Put put) {
+                                              u32 last, typename T::Acc scale, const FirstTile<T, kAligned>& ahead,
+                                              Put put) {
   const Scan scan(reader, seg);
   auto state = scan.start();
   u32 segment = first;
-  const u32 begin = first * seg.tiles_per_segment, end = min(last * seg.tiles_per_segment, seg.tiles);
-  visit_tiles<T, kAligned>(reader, begin, end, ahead, [&](u32 tile, const auto& v) {
+  visit_tiles(reader, seg.begin(first), seg.begin(last), ahead, [&](u32 tile, const auto& v) {
     scan.add(state, v, scale);
-    if (tile + 1 != end && tile + 1 != (segment + 1) * seg.tiles_per_segment) return;
+    if (tile + 1 != seg.begin(segment + 1)) return;
     scan.reduce(state, scale);
-    put(segment++, state);
+    put(leaf_index(segment++), state);
     state = scan.start();
   });
 }
 
-// A source is made before its row is known to count: what it then asks for already costs no wait later. Its scan hands
-// the leaves of segments [first, last) to put(segment, state), on every lane.
+// A source is made before its row is known to count, and starts when that is known. An eager one asks for logits before:
+// that saves one latency of three, and reads in vain where the row does not count: for few rows, where latency is all
+// there is. Its scan hands the leaves of segments [first, last) to put(leaf, state), on every lane.
 template <class T, bool kEager>
 struct OnlineSource {
   const RowReader<T>& reader;
   const Segmentation& seg;
   const u32 first, last;
-  const FirstTile<T, kEager> ahead;
+  FirstTile<T, true> ahead;
 
   __device__ __forceinline__ OnlineSource(const RowReader<T>& reader, const Segmentation& seg, u32 first, u32 last)
-      : reader(reader), seg(seg), first(first), last(last), ahead(reader, seg, first) {}
+      : reader(reader), seg(seg), first(first), last(last) {
+    if (kEager) load();
+  }
+
+  __device__ __forceinline__ void start() {
+    if (!kEager) load();
+  }
 
   template <bool kEntropy, class Put>
   __device__ __forceinline__ void scan(typename T::Acc scale, Put put) {
     scan_segments<OnlineScan<T, kEntropy>, true>(reader, seg, first, last, scale, ahead, put);
   }
-};
-template <class T>
-using LazySource = OnlineSource<T, false>;
-template <class T>
-using EagerSource = OnlineSource<T, true>;
 
-template <class T>
-struct ShiftedSource {
+ private:
+  __device__ __forceinline__ void load() {
+    if (seg.has(first)) ahead.load(reader, seg.begin(first));
+  }
+};
+
+template <class T, bool kAligned, bool kEager>
+struct RingSource {
   static constexpr int kDepth = 2;
   using Ring = RowRing<T, kGroupWarps, kDepth>;
 
   const Segmentation& seg;
   const u32 first, last;
-  RingFeed<T, kGroupWarps, kDepth, false> feed;
+  RingFeed<T, kGroupWarps, kDepth, kAligned> feed;
 
-  __device__ __forceinline__ ShiftedSource(const RowReader<T>& reader, const Segmentation& seg, u32 first, u32 last)
+  __device__ __forceinline__ RingSource(const RowReader<T>& reader, const Segmentation& seg, u32 first, u32 last)
       : seg(seg), first(first), last(last),
-        feed(reader, ring(), first * seg.tiles_per_segment, min(last * seg.tiles_per_segment, seg.tiles)) {
-    if (seg.has(first)) feed.start(first * seg.tiles_per_segment);
+        feed(reader, ring(), seg.begin(first), seg.begin(last)) {
+    if (kEager) fetch();
   }
 
+  __device__ __forceinline__ void start() {
+    if (!kEager) fetch();
+  }
+
+  template <bool kEntropy, class Put>
+  __device__ __forceinline__ void scan(typename T::Acc scale, Put put) {
+    RingScan<T, kGroupWarps, kDepth, kAligned, kEntropy> scan(feed, seg, scale);
+    scan.run(first, last, put);
+  }
+
+ private:
   // One for each group of the block, whose shared_memory in kernels.toml they are.
   static __device__ __forceinline__ Ring& ring() {
     extern __shared__ __align__(16) u8 rings[];
     return reinterpret_cast<Ring*>(rings)[threadIdx.x / kGroup];
   }
 
-  template <bool kEntropy, class Put>
-  __device__ __forceinline__ void scan(typename T::Acc scale, Put put) {
-    RingScan<T, kGroupWarps, kDepth, false, kEntropy> scan(feed, seg, scale);
-    scan.run(first, last, [&](int leaf, const auto& state) { put(leaf / kGroupWarps, state); });
+  __device__ __forceinline__ void fetch() {
+    if (seg.has(first)) feed.start(seg.begin(first));
   }
 };
 
@@ -127,6 +146,8 @@ struct TwoPassSource {
   __device__ __forceinline__ TwoPassSource(const RowReader<T>& reader, const Segmentation& seg, u32 first, u32 last)
       : reader(reader), seg(seg), first(first), last(last) {}
 
+  __device__ __forceinline__ void start() {}
+
   template <bool kEntropy, class Put>
   __device__ __forceinline__ void scan(typename T::Acc scale, Put put) {
     if (reader.shift == 0) scan<true, kEntropy>(scale, put);
@@ -136,10 +157,25 @@ struct TwoPassSource {
  private:
   template <bool kAligned, bool kEntropy, class Put>
   __device__ __forceinline__ void scan(typename T::Acc scale, Put put) {
-    const FirstTile<T, false> ahead(reader, seg, first);
+    FirstTile<T, kAligned> ahead;
+    ahead.load(reader, seg.begin(first));
     scan_segments<TwoPassScan<T, kAligned, kEntropy>, kAligned>(reader, seg, first, last, scale, ahead, put);
   }
 };
+
+// As the kernels name them.
+template <class T>
+using Lazy = OnlineSource<T, false>;
+template <class T>
+using Eager = OnlineSource<T, true>;
+template <class T>
+using LazyRing = RingSource<T, true, false>;
+template <class T>
+using EagerRing = RingSource<T, true, true>;
+template <class T>
+using LazyShiftedRing = RingSource<T, false, false>;
+template <class T>
+using EagerShiftedRing = RingSource<T, false, true>;
 
 template <class Source, class Acc, class Put>
 __device__ __forceinline__ void scan(const LogpParams& p, Source& source, Acc scale, Put put) {
@@ -168,13 +204,14 @@ __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   const u32 first = group * seg.each<kGroups>();
   Source<T> source(reader, seg, first, first + seg.each<kGroups>());
   if (!is_active(p, row, at)) return skip_row<Acc>(p, row, threadIdx.x == 0);
+  source.start();
   const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
   const bool writer = threadIdx.x < kWarp;
   Target<T> target{};
   if (writer) target = Target<T>::of_lane(p, at);
   if (seg.has(first))
-    scan(p, source, scale, [&](u32 s, const SoftmaxState<Acc>& state) {
-      if (threadIdx.x % kWarp == 0) leaves.put(leaf_index(s), state);
+    scan(p, source, scale, [&](int leaf, const SoftmaxState<Acc>& state) {
+      if (threadIdx.x % kWarp == 0) leaves.put(leaf, state);
     });
   __syncthreads();
   if (writer) finish_row<T>(p, block_index_again(), leaves, seg, scale, target);
@@ -196,6 +233,7 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   const u32 first = (threadIdx.x / kGroup * kBlocks + rank) * seg.each<kBlocks * kGroups>();
   Source<T> source(reader, seg, first, first + seg.each<kBlocks * kGroups>());
   if (!is_active(p, row, at)) return skip_row<Acc>(p, row, rank == 0 && threadIdx.x == 0);
+  source.start();
   if (rank == 0 && threadIdx.x == 0) {
     mbarrier_init(&leaves_arrived, 1);
     fence_mbarrier_init();
@@ -208,10 +246,10 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   if (writer) target = Target<T>::of_lane(p, at);
   bool waited = false;
   if (seg.has(first))
-    scan(p, source, scale, [&](u32 s, const SoftmaxState<Acc>& state) {
+    scan(p, source, scale, [&](int leaf, const SoftmaxState<Acc>& state) {
       if (!waited) cluster_wait();
       waited = true;
-      if (threadIdx.x % kWarp == 0) leaves.put_remote(0, leaf_index(s), state, &leaves_arrived);
+      if (threadIdx.x % kWarp == 0) leaves.put_remote(0, leaf, state, &leaves_arrived);
     });
   if (!waited) cluster_wait();
   if (!writer) return;

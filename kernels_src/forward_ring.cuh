@@ -8,19 +8,16 @@
 #pragma once
 #include "forward.cuh"
 
-// Resident blocks a multiprocessor that the register budget is set for; wider types and Blackwell code need more
-// registers, and before Hopper there is shared memory for one less.
-#if __CUDA_ARCH__ >= 1000
-template <class T, int kWarps>
-constexpr int kRingBlocks = kWarps == 1 ? 3 : 5;
-#else
-template <class T, int kWarps>
-constexpr int kRingBlocks = kWarps == 1                     ? (sizeof(typename T::Bits) == 8 ? 3 : 5)
-                            : sizeof(typename T::Bits) == 8 ? 5
-                            : sizeof(typename T::Bits) == 4 ? 7
-                            : __CUDA_ARCH__ < 900           ? 8
-                                                            : 9;
-#endif
+// Resident groups a multiprocessor that the register budget is set for. Rows that are not aligned, wider types and
+// Blackwell code need more registers; before Hopper there is shared memory for one less.
+template <class T>
+constexpr int kRingGroups = __CUDA_ARCH__ >= 1000 || sizeof(typename T::Bits) == 8 ? 5
+                            : sizeof(typename T::Bits) == 4                        ? 7
+                            : __CUDA_ARCH__ < 900                                  ? 8
+                                                                                   : 9;
+template <class T>
+constexpr int kShiftedRingGroups = kRingGroups<T> < 8 ? kRingGroups<T> : 8;
+constexpr int kWarpRowGroups = __CUDA_ARCH__ >= 1000 ? 3 : 5;
 
 template <class T, int kWarps, int kDepth>
 struct RowRing {
@@ -169,10 +166,10 @@ struct RingScan {
   // Segments [first, last) of a feed that has started. Calls put(leaf, state) on every lane.
   template <class Put>
   __device__ __forceinline__ void run(u32 first, u32 last, Put put) {
-    u32 tile = first * seg.tiles_per_segment;
+    u32 tile = seg.begin(first);
 #pragma unroll 1
-    for (u32 segment = first; segment < last && seg.has(segment); ++segment) {
-      const u32 end = min((segment + 1) * seg.tiles_per_segment, seg.tiles);
+    for (u32 segment = first; segment < last; ++segment) {
+      const u32 end = seg.begin(segment + 1);
 #pragma unroll 1
       for (; tile < end; ++tile) {
         if (feed.reader.template has_tile<kAligned>(tile * kTileColumns<T>, kTileColumns<T>)) add_whole_tile();
@@ -189,46 +186,42 @@ struct RingScan {
   }
 };
 
-template <class T, int kWarps, int kDepth, bool kAligned, bool kEntropy, class Put>
-__device__ __forceinline__ void scan_row_ring(const RowReader<T>& reader, const Segmentation& seg,
-                                              RowRing<T, kWarps, kDepth>& ring, typename T::Acc scale,
-                                              Put put) {
-  RingFeed<T, kWarps, kDepth, kAligned> feed(reader, ring, 0, seg.tiles);
+// Many and very short rows: a warp each.
+template <class T, bool kAligned, bool kEntropy, class Put>
+__device__ __forceinline__ void scan_row_by_warp(const RowReader<T>& reader, const Segmentation& seg,
+                                                 RowRing<T, 1, 1>& ring, typename T::Acc scale, Put put) {
+  RingFeed<T, 1, 1, kAligned> feed(reader, ring, 0, seg.tiles);
   feed.start(0);
-  RingScan<T, kWarps, kDepth, kAligned, kEntropy>(feed, seg, scale).run(0, kMaxSegments, put);
+  RingScan<T, 1, 1, kAligned, kEntropy>(feed, seg, scale).run(0, seg.count(), put);
 }
 
-template <class T, int kWarps, int kDepth>
-__device__ __forceinline__ void forward_row_ring(const LogpParams& p) {
+template <class T>
+__device__ __forceinline__ void forward_row_per_warp(const LogpParams& p) {
   using Acc = typename T::Acc;
-  constexpr u32 kRows = kWarps == 1 ? kGroupWarps : 1;  // a block's
-  __shared__ RowRing<T, kWarps, kDepth> rings[kRows];
-  __shared__ Leaves<Acc> leaves[kRows];
-  const u32 index = threadIdx.x / kWarp / kWarps, warp = threadIdx.x / kWarp % kWarps;
-  const u32 row = blockIdx.x * kRows + index;
+  __shared__ RowRing<T, 1, 1> rings[kGroupWarps];
+  __shared__ Leaves<Acc> leaves[kGroupWarps];
+  const u32 warp = threadIdx.x / kWarp, row = blockIdx.x * kGroupWarps + warp;
   if (row >= p.num_rows) return;
   const RowIndex at(row, p.inner_rows);
   if (!is_active(p, row, at)) {
-    if (threadIdx.x % (kWarps * kWarp) == 0) write_skipped_row<Acc>(p, row);
+    if (threadIdx.x % kWarp == 0) write_skipped_row<Acc>(p, row);
     return;
   }
   const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
   const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
   const Segmentation seg(p.vocab_size, kTileColumns<T>);
-  Target<T> target{};
-  if (warp == 0) target = Target<T>::of_lane(p, at);
+  const Target<T> target = Target<T>::of_lane(p, at);
   const auto put = [&](int leaf, const SoftmaxState<Acc>& state) {
-    if (threadIdx.x % kWarp == 0) leaves[index].put(leaf, state);
+    if (threadIdx.x % kWarp == 0) leaves[warp].put(leaf, state);
   };
-  auto& ring = rings[index];
+  auto& ring = rings[warp];
   if (reader.shift == 0) {
-    if (p.entropy != nullptr) scan_row_ring<T, kWarps, kDepth, true, true>(reader, seg, ring, scale, put);
-    else scan_row_ring<T, kWarps, kDepth, true, false>(reader, seg, ring, scale, put);
+    if (p.entropy != nullptr) scan_row_by_warp<T, true, true>(reader, seg, ring, scale, put);
+    else scan_row_by_warp<T, true, false>(reader, seg, ring, scale, put);
   } else {
-    if (p.entropy != nullptr) scan_row_ring<T, kWarps, kDepth, false, true>(reader, seg, ring, scale, put);
-    else scan_row_ring<T, kWarps, kDepth, false, false>(reader, seg, ring, scale, put);
+    if (p.entropy != nullptr) scan_row_by_warp<T, false, true>(reader, seg, ring, scale, put);
+    else scan_row_by_warp<T, false, false>(reader, seg, ring, scale, put);
   }
-  if (kWarps == 1) __syncwarp();
-  else __syncthreads();
-  if (warp == 0) finish_row<T>(p, block_index_again() * kRows + index, leaves[index], seg, scale, target);
+  __syncwarp();
+  finish_row<T>(p, block_index_again() * kGroupWarps + warp, leaves[warp], seg, scale, target);
 }

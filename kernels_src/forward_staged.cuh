@@ -7,17 +7,11 @@
 #pragma once
 #include "forward.cuh"
 
-constexpr int kStagedTiles = 2;  // a piece; what a segment has at least
+constexpr int kStagedTiles = 2;  // a piece; what a segment of a short row has at most
 
-// Resident blocks a multiprocessor that the register budget is set for: with fewer of either it is slower. float64 and
-// Blackwell code need more registers.
-#if __CUDA_ARCH__ >= 1000
-template <class T>
-constexpr int kStagedBlocks = sizeof(typename T::Bits) == 8 ? 4 : 6;
-#else
-template <class T>
-constexpr int kStagedBlocks = sizeof(typename T::Bits) == 8 ? 5 : 10;
-#endif
+// Resident blocks a multiprocessor that the register budget is set for: with fewer of either it is slower. Blackwell
+// code needs more registers, and before Hopper there is shared memory for one less.
+constexpr int kStagedBlocks = __CUDA_ARCH__ >= 1000 ? 6 : __CUDA_ARCH__ < 900 ? 9 : 10;
 
 template <class T>
 struct StagedPiece {
@@ -25,14 +19,45 @@ struct StagedPiece {
 };
 
 template <class T>
-struct StagedRow {
+struct StagedSource {
   static constexpr u32 kStep = kGroup * T::kVec;
 
   const RowReader<T>& reader;
+  const Segmentation& seg;
   const u32 place;  // in shared memory: this thread's first vector
 
-  __device__ __forceinline__ StagedRow(const RowReader<T>& reader, StagedPiece<T>& piece)
-      : reader(reader), place(shared_address(&piece.vectors[0][0][threadIdx.x])) {}
+  // Takes all segments of the row.
+  __device__ __forceinline__ StagedSource(const RowReader<T>& reader, const Segmentation& seg, u32, u32)
+      : reader(reader), seg(seg), place(shared_address(&piece().vectors[0][0][threadIdx.x])) {}
+
+  __device__ __forceinline__ void start() const { fetch(0); }
+
+  template <bool kEntropy, class Put>
+  __device__ __forceinline__ void scan(typename T::Acc scale, Put put) const {
+    using State = SoftmaxState<typename T::Acc>;
+    State state = State::empty();
+    u32 segment = 0, tile = 0;
+#pragma unroll 1
+    while (true) {
+      const u32 end = seg.begin(segment + 1);
+      add<kEntropy>(state, tile, end, scale);
+      tile = min(tile + kStagedTiles, end);
+      if (tile == end) {
+        state.template reduce_warp<kEntropy>(scale);
+        put(leaf_index(segment++), state);
+        state = State::empty();
+      }
+      if (tile == seg.tiles) return;
+      copy_async_wait<0>();  // a tile behind the segment's end may be on its way to where the next ones go
+      fetch(tile * kTileColumns<T>);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ StagedPiece<T>& piece() {
+    __shared__ StagedPiece<T> piece;
+    return piece;
+  }
 
   // Asks for this thread's vectors of a piece. Of what does not lie inside the row, the vector at its end and -inf behind
   // it are put there directly.
@@ -72,52 +97,3 @@ struct StagedRow {
     }
   }
 };
-
-template <class T, bool kEntropy, class Put>
-__device__ __forceinline__ void scan_staged(const StagedRow<T>& row, const Segmentation& seg, typename T::Acc scale,
-                                            Put put) {
-  using State = SoftmaxState<typename T::Acc>;
-  State state = State::empty();
-  u32 segment = 0, tile = 0;
-#pragma unroll 1
-  while (true) {
-    const u32 end = min((segment + 1) * seg.tiles_per_segment, seg.tiles);
-    row.template add<kEntropy>(state, tile, end, scale);
-    tile = min(tile + kStagedTiles, end);
-    if (tile == end) {
-      state.template reduce_warp<kEntropy>(scale);
-      put(segment++, state);
-      state = State::empty();
-    }
-    if (tile == seg.tiles) return;
-    copy_async_wait<0>();  // a tile behind the segment's end may be on its way to where the next ones go
-    row.fetch(tile * kTileColumns<T>);
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void forward_row_staged(const LogpParams& p) {
-  using Acc = typename T::Acc;
-  __shared__ StagedPiece<T> piece;
-  __shared__ Leaves<Acc> leaves;
-  const u32 index = blockIdx.x;
-  const RowIndex at(index, p.inner_rows);
-  if (!is_active(p, index, at)) {
-    if (threadIdx.x == 0) write_skipped_row<Acc>(p, index);
-    return;
-  }
-  const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
-  const StagedRow<T> row(reader, piece);
-  row.fetch(0);
-  const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
-  const Segmentation seg(p.vocab_size, kTileColumns<T>);
-  Target<T> target{};
-  if (threadIdx.x < kWarp) target = Target<T>::of_lane(p, at);
-  const auto put = [&](u32 segment, const SoftmaxState<Acc>& state) {
-    if (threadIdx.x % kWarp == 0) leaves.put(leaf_index(segment), state);
-  };
-  if (p.entropy != nullptr) scan_staged<T, true>(row, seg, scale, put);
-  else scan_staged<T, false>(row, seg, scale, put);
-  __syncthreads();
-  if (threadIdx.x < kWarp) finish_row<T>(p, block_index_again(), leaves, seg, scale, target);
-}

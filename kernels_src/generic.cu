@@ -5,9 +5,12 @@
 #include "row_mask.cuh"
 
 constexpr int kWideGroups = 4;  // with 8 the registers do not suffice
+// Resident blocks a multiprocessor that the register budget is set for: 8 have 64 KiB in flight. Blackwell code needs
+// more registers.
+constexpr int kForwardBlocks = __CUDA_ARCH__ >= 1000 ? 5 : 8;
 // Small blocks come and go without leaving gaps in the stream of reads and writes.
-using Steady = BackwardShape<64, 4, false>;
-using Eager = BackwardShape<128, 2, true>;
+using SteadyShape = BackwardShape<64, 4, false>;
+using EagerShape = BackwardShape<128, 2, true>;
 // Resident blocks a multiprocessor that the register budget is set for. float64 needs more registers, and on all
 // architectures but 9.0 the compiler does for float32.
 #if __CUDA_ARCH__ == 900
@@ -19,49 +22,47 @@ template <class T>
 constexpr int kBackwardBlocks =
     sizeof(typename T::Bits) == 8 ? 8 : sizeof(typename T::Bits) == 4 ? kBackwardBlocksF32 : 14;
 template <class T>
-constexpr int kEagerBlocks = sizeof(typename T::Bits) == 8 ? 4 : sizeof(typename T::Bits) == 4 ? 6 : 8;
+constexpr int kEagerBlocks = sizeof(typename T::Bits) == 4 ? 6 : 8;
 
-#define LOGP_KERNELS(T, suffix)                                                                      \
-  extern "C" __global__ void __launch_bounds__(kGroup, kForwardBlocks<T>)                            \
-      logp_forward_online_##suffix(const __grid_constant__ LogpParams p) {                           \
-    forward_row_per_block<LazySource, T, 1>(p);                                                      \
-  }                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kWideGroups * kGroup, 1)                              \
-      logp_forward_wide_##suffix(const __grid_constant__ LogpParams p) {                             \
-    forward_row_per_block<EagerSource, T, kWideGroups>(p);                                           \
-  }                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kWideGroups * kGroup, 1)                              \
-      logp_forward_wide_shifted_##suffix(const __grid_constant__ LogpParams p) {                     \
-    forward_row_per_block<ShiftedSource, T, kWideGroups>(p);                                         \
-  }                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kGroup, kRingBlocks<T, 1>)                            \
-      logp_forward_ring1_##suffix(const __grid_constant__ LogpParams p) {                            \
-    forward_row_ring<T, 1, 1>(p);                                                                    \
-  }                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kGroup, kRingBlocks<T, 4>)                            \
-      logp_forward_ring4_##suffix(const __grid_constant__ LogpParams p) {                            \
-    forward_row_ring<T, 4, 2>(p);                                                                    \
-  }                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kGroup, kStagedBlocks<T>)                             \
-      logp_forward_staged_##suffix(const __grid_constant__ LogpParams p) {                           \
-    forward_row_staged<T>(p);                                                                        \
-  }                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kGroup, 4)                                            \
-      logp_forward_two_pass_##suffix(const __grid_constant__ LogpParams p) {                         \
-    forward_row_per_block<TwoPassSource, T, 1>(p);                                                   \
-  }                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(Eager::kThreads, kEagerBlocks<T>)                     \
-      logp_backward_eager_##suffix(const __grid_constant__ LogpParams p) {                           \
-    backward_block<T, Eager>(p);                                                                     \
-  }                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(Steady::kThreads, kBackwardBlocks<T>)                 \
-      logp_backward_##suffix(const __grid_constant__ LogpParams p) {                                 \
-    backward_block<T, Steady>(p);                                                                    \
+// A forward whose blocks take a row each.
+#define LOGP_FORWARD(T, suffix, name, Source, groups, resident)                         \
+  extern "C" __global__ void __launch_bounds__(groups * kGroup, resident / groups)      \
+      logp_forward_##name##_##suffix(const __grid_constant__ LogpParams p) {            \
+    forward_row_per_block<Source, T, groups>(p);                                        \
   }
+
+#define LOGP_BACKWARD(T, suffix, name, Shape, resident)                                 \
+  extern "C" __global__ void __launch_bounds__(Shape::kThreads, resident)               \
+      logp_##name##_##suffix(const __grid_constant__ LogpParams p) {                    \
+    backward_block<T, Shape>(p);                                                        \
+  }
+
+// What no row is too long, too many or not aligned for.
+#define LOGP_KERNELS(T, suffix)                                                         \
+  LOGP_FORWARD(T, suffix, ring4, LazyRing, 1, kRingGroups<T>)                           \
+  LOGP_FORWARD(T, suffix, ring4_shifted, LazyShiftedRing, 1, kShiftedRingGroups<T>)     \
+  LOGP_FORWARD(T, suffix, two_pass, TwoPassSource, 1, 4)                                \
+  LOGP_BACKWARD(T, suffix, backward, SteadyShape, kBackwardBlocks<T>)
+
+// What is faster for some; not float64, which is there to check the others with.
+#define LOGP_FASTER_KERNELS(T, suffix)                                                  \
+  LOGP_FORWARD(T, suffix, online, Lazy, 1, kForwardBlocks)                              \
+  LOGP_FORWARD(T, suffix, wide, Eager, kWideGroups, kWideGroups)                        \
+  LOGP_FORWARD(T, suffix, wide_shifted, EagerShiftedRing, kWideGroups, kWideGroups)     \
+  LOGP_FORWARD(T, suffix, ring8_shifted, LazyShiftedRing, 2, kShiftedRingGroups<T>)     \
+  LOGP_FORWARD(T, suffix, staged, StagedSource, 1, kStagedBlocks)                       \
+  extern "C" __global__ void __launch_bounds__(kGroup, kWarpRowGroups)                  \
+      logp_forward_ring1_##suffix(const __grid_constant__ LogpParams p) {               \
+    forward_row_per_warp<T>(p);                                                         \
+  }                                                                                     \
+  LOGP_BACKWARD(T, suffix, backward_eager, EagerShape, kEagerBlocks<T>)
 
 LOGP_KERNELS(BF16, bf16)
 LOGP_KERNELS(F16, f16)
 LOGP_KERNELS(F32, f32)
 LOGP_KERNELS(F64, f64)
+LOGP_FASTER_KERNELS(BF16, bf16)
+LOGP_FASTER_KERNELS(F16, f16)
+LOGP_FASTER_KERNELS(F32, f32)
 
 extern "C" __global__ void row_mask_scatter(const __grid_constant__ RowMaskParams p) { scatter_row_mask(p); }

@@ -146,8 +146,7 @@ __device__ __forceinline__ void consume(const LogpParams& p, TmaShared<typename 
         const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, RowIndex(row, p.inner_rows)));
         set.wait_empty();
         for (u32 s = 0; seg.has(s); ++s) {
-          const u32 begin = s * seg.tiles_per_segment;
-          const u32 end = min(begin + seg.tiles_per_segment, seg.tiles);
+          const u32 begin = seg.begin(s), end = seg.begin(s + 1);
           const auto leaf = consume_segment<T, kEntropy>(p, row, stage, stages, begin, end, scale);
           if (threadIdx.x % kWarp == 0) shared.leaves[set.at].put(leaf_index(s), leaf);
         }

@@ -142,5 +142,5 @@ def test_limits_that_kernels_and_python_share(header):
     sources = "".join(path.read_text(encoding="utf-8") for path in sorted(HEADER.parent.glob("*.cu*")))
     assert int(re.search(r"kMaxIds = (\d+);", sources)[1]) == _checks.MAX_IDS
     blocks = int(re.search(r"kBackwardBlocks =[^;]*: (\d+);", sources)[1])
-    threads = int(re.search(r"Steady = BackwardShape<(\d+),", sources)[1])
+    threads = int(re.search(r"SteadyShape = BackwardShape<(\d+),", sources)[1])
     assert blocks * threads == _manifest.RESIDENT_THREADS

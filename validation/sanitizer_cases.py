@@ -8,27 +8,22 @@ Results are compared with the reference as well: a checker that finds nothing in
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 
 import fused_logp_hub
-from fused_logp_hub import NoMatchingKernelError, fused_logp
+from fused_logp_hub import NoMatchingKernelError, _launch, _manifest, _recall, fused_logp
 from fused_logp_hub.distributed import shard_backward, shard_statistics
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# One vector and less, a ragged tile, several tiles and segments, odd lengths at every alignment.
-SHAPES = ((3, 1), (5, 7), (9, 1000), (70, 1027), (3, 8192), (2, 20011), (2, 60001))
-FEW_SHAPES = ((5, 7), (3, 8192), (3, 20011), (3, 60001))
-# Rows, and bytes of each, for which "online" is 8 blocks a row, 4, a wide block, 2 blocks of two groups and of one, a
-# block from memory to registers, with the whole row at once, with longer rows in pieces, and through a ring, and a warp
-# a row. Then at a ragged alignment: 4 blocks, 2, a wide block, one through a ring, and a warp. It is 8 blocks for the
-# longest above.
-SHARED_ROWS = (
-    (9, 98400), (48, 98400), (90, 49200), (140, 49200), (140, 24592), (130, 16400), (140, 8208), (1540, 16400),
-    (200, 32800), (2050, 1040), (44, 49160), (60, 49160), (90, 16392), (140, 20552), (2050, 1048),
-)  # fmt: skip
+# Less than a vector, a ragged tile, several tiles and segments; odd lengths at every alignment.
+SHAPES = ((5, 7), (9, 1027), (3, 20011))
+FEW_SHAPES = ((9, 1027), (3, 20011))
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 
 
@@ -77,23 +72,46 @@ def check_shard(logits: torch.Tensor, kernel: str, vocab_size: int) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def only(symbol: str) -> Iterator[None]:
+    """As if the package had that forward alone, for rows of any number and size."""
+    shipped = _manifest.shipped()
+    others = tuple(k for k in shipped.kernels if k.op != "logp_forward")
+    kernels = tuple(replace(k, meant_for=None) for k in shipped.kernels if k.symbol == symbol)
+    reduced = replace(shipped, kernels=kernels + others)
+    caches = patch.multiple(_launch, _plans={}, launches={}, _thresholds=reduced.thresholds)
+    with patch.object(_manifest, "shipped", lambda: reduced), caches, patch.object(_recall, "passed", {}):
+        yield
+
+
+def check_rows(logits: torch.Tensor, kernel: str) -> int:
+    """Calls of every kind on these logits; how many the kernel fitted."""
+    n, v = logits.shape
+    ids = torch.randint(v, (n,), device="cuda")
+    runs = check(logits, ids, kernel)
+    ids[0], ids[-1] = v, -(2**40)  # nothing may be read there
+    runs += check(logits, ids, kernel, ignore_index=None)
+    mask = torch.arange(n, device="cuda") % 2 == 0
+    runs += check(logits, ids, kernel, row_mask=mask, temperature=0.7)
+    several = torch.randint(v, (n, 3), device="cuda", dtype=torch.int32)
+    runs += check(logits, several, kernel, row_indices=torch.tensor([0, n, 0, -5], device="cuda"))
+    runs += check_shard(logits, kernel, 30 + v + 20)
+    runs += check_shard(logits, kernel, 30 + max(v - 3, 1))  # the last columns are padding
+    return runs
+
+
 def main(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int], ...]) -> None:
     torch.manual_seed(0)
     runs = 0
-    calls = list(itertools.product(dtypes, shapes, ("online", "two_pass", "tma")))
-    calls += [(dtype, (n, size // dtype.itemsize), "online") for dtype in dtypes for n, size in SHARED_ROWS]
-    for dtype, (n, v), kernel in calls:
-        logits = torch.randn(n, v, device="cuda").to(dtype)
-        ids = torch.randint(v, (n,), device="cuda")
-        runs += check(logits, ids, kernel)
-        ids[0], ids[-1] = v, -(2**40)  # nothing may be read there
-        runs += check(logits, ids, kernel, ignore_index=None)
-        mask = torch.arange(n, device="cuda") % 2 == 0
-        runs += check(logits, ids, kernel, row_mask=mask, temperature=0.7)
-        several = torch.randint(v, (n, 3), device="cuda", dtype=torch.int32)
-        runs += check(logits, several, kernel, row_indices=torch.tensor([0, n, 0, -5], device="cuda"))
-        runs += check_shard(logits, kernel, 30 + v + 20)
-        runs += check_shard(logits, kernel, 30 + max(v - 3, 1))  # the last columns are padding
+    forwards = [k for k in _manifest.shipped().kernels if k.op == "logp_forward"]
+    for kernel in (k for k in forwards if getattr(torch, k.dtype) in dtypes):
+        dtype = getattr(torch, kernel.dtype)
+        for n, v in shapes:
+            # Rows on 16-byte boundaries, and back to back.
+            for columns in (v + -v % 8, v):
+                logits = torch.randn(n, columns, device="cuda").to(dtype)[:, :v]
+                with only(kernel.symbol):
+                    runs += check_rows(logits, kernel.name)
     for dtype in dtypes:  # in place, and sliced to a ragged end
         logits = torch.randn(4, 6, 1032, device="cuda").to(dtype)[:, :-1, :1031]
         ids = torch.randint(1031, (4, 5), device="cuda")
@@ -107,9 +125,9 @@ def main(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int], ...]) -
     # several rows for each persistent block, of which an H200 runs 792 at once; more than the 32 it looks ahead
     many = torch.randn(30000, 264, device="cuda")
     runs += check(many, torch.randint(264, (30000,), device="cuda"), "tma")
-    # a warp a row, and a row at once: the end of one that does not fill a vector, rows aligned all the same
-    for n, v in ((4100, 3001), (140, 7001)):
-        many = torch.randn(n, v + 7, device="cuda").bfloat16()[:, :v]
+    # Whatever the selector takes, by numbers of rows.
+    for n, v in ((1, 60008), (40, 50257), (70, 50256), (140, 50257), (200, 50256), (1100, 25000), (4100, 3001)):
+        many = torch.randn(n, v, device="cuda").bfloat16()
         runs += check(many, torch.randint(v, (n,), device="cuda"), "online")
     torch.cuda.synchronize()
     print(f"{runs} forward and backward runs agree with the reference")

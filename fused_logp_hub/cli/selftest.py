@@ -17,13 +17,14 @@ from torch import Tensor
 from fused_logp_hub import _ops, _selection
 from fused_logp_hub._api import LogpResult, fused_logp, fused_logp_backward_out, fused_logp_out
 from fused_logp_hub._errors import NoMatchingKernelError
-from fused_logp_hub._manifest import KernelRow, Manifest, Range
+from fused_logp_hub._manifest import KernelRow, Manifest
 from fused_logp_hub.cli import probes
 from fused_logp_hub.cli.probes import Case
 from fused_logp_hub.cli.timing import Call, median_times
 
 _SAMPLES = 20
 _ROWS, _VOCAB_SIZE = 4096, 8192  # what is timed on a GPU, where the kernel is for such rows
+_LARGE = (8192, 16640)
 _REFERENCE_SHAPE = (64, 1000)
 
 
@@ -125,14 +126,17 @@ def cases_of(kernel: KernelRow, select: Callable[[str], list[Case]]) -> list[Cas
 def timed_shape(kernel: KernelRow) -> tuple[int, int, bool]:
     """Rows and vocabulary that the kernel is meant for, no smaller than need be; whether rows are aligned to 16 bytes.
 
-    A forward's are so only where it needs them to be: other kernels of its name may take aligned ones before it.
+    A forward's are so only where it needs them to be: other kernels of its name may take aligned ones before it. One
+    that is meant for what no other takes gets rows that are more and longer.
     """
     item_bytes = 1 if kernel.dtype == "any" else int(getattr(torch, kernel.dtype).itemsize)
-    meant_for = kernel.meant_for[0] if kernel.meant_for else Range()
+    aligned = kernel.op != probes.FORWARD or kernel.alignment == 16
+    if kernel.meant_for is None:
+        return *_LARGE, aligned
+    meant_for = kernel.meant_for[0]
     vocab_size = max(_VOCAB_SIZE, -(-meant_for.min_row_bytes // 16) * 16 // item_bytes)
     if meant_for.max_row_bytes is not None:
         vocab_size = min(vocab_size, meant_for.max_row_bytes // item_bytes)
-    aligned = kernel.op != probes.FORWARD or kernel.alignment == 16
     return meant_for.max_rows or max(_ROWS, meant_for.min_rows), vocab_size, aligned
 
 

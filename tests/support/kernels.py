@@ -44,21 +44,30 @@ class Variant:
         """Whether it is to be had for these logits, or if so their copy, or refused."""
         if self.hopper and torch.cuda.get_device_capability(logits.device) != (9, 0):
             return False
+        if self.only is not None and not is_compiled(self.only, logits.dtype):
+            return False
         return not self.aligned or _is_aligned(logits.contiguous() if copied else logits)
 
     def __str__(self) -> str:
         return f"{self.device}-{self.kernel}" + (f"-{self.only}" if self.only else "")
 
 
-CLUSTERS = ("cluster8x2", "cluster4x2", "cluster2x2", "cluster2x1")
-SHIFTED = ("wide_shifted", "cluster8x2_shifted", "cluster4x2_shifted", "cluster2x2_shifted")
-RINGS = ("ring1", "ring4")
-ONCE = ("online", "staged", "wide", *RINGS, *CLUSTERS, *SHIFTED)  # what "online" may run, and "auto"
-ALIGNED = ("online", "staged", "wide", *CLUSTERS, "tma")  # which need rows aligned to 16 bytes
-EAGER = ("wide", *CLUSTERS, *SHIFTED)  # for few rows, as is the eager backward
+RINGS = ("ring1", "ring4_shifted", "ring8_shifted")
+ALIGNED_RINGS = ("ring4", "cluster2x1_lazy", "cluster2x2_lazy")
+CLUSTERS = ("cluster8x2", "cluster4x2", "cluster2x2", "cluster2x1_ring")
+SHIFTED_CLUSTERS = ("cluster8x2_shifted", "cluster4x2_shifted", "cluster2x2_shifted")
+EAGER = ("wide", "wide_shifted", *CLUSTERS, *SHIFTED_CLUSTERS)  # for few rows, as is the eager backward
+ONCE = ("online", "staged", *RINGS, *ALIGNED_RINGS, *EAGER)  # what "online" may run, and "auto"
+ALIGNED = ("online", "staged", "wide", *ALIGNED_RINGS, *CLUSTERS, "tma")  # which need rows aligned to 16 bytes
+FOR_FLOAT64 = ("ring4", "ring4_shifted", "tma", "two_pass", "logp_backward")  # the others come in smaller dtypes only
 AUTO = Variant("cuda", "auto", ONCE)
 ONLINE = Variant("cuda", "online", ONCE)
 TMA = Variant("cuda", "tma", ("tma",), aligned=True, hopper=True)
+
+
+def is_compiled(part: str, dtype: torch.dtype) -> bool:
+    """Whether there is such a forward, or backward by its symbol's start, for the dtype."""
+    return dtype != torch.float64 or part in FOR_FLOAT64
 
 
 def _forced(part: str) -> Variant:
@@ -71,7 +80,7 @@ VARIANTS = [
     Variant("cpu", "auto"),
     Variant("cuda", "reference"),
     AUTO,
-    *map(_forced, ("online", "staged", *RINGS, "wide", "cluster8x2", "cluster2x1")),
+    *map(_forced, ("online", "staged", *RINGS, *ALIGNED_RINGS, "wide", "cluster8x2", "cluster2x1_ring")),
     *map(_forced, ("wide_shifted", "cluster8x2_shifted", "cluster2x2_shifted")),
     Variant("cuda", "two_pass", ("two_pass",)),
     TMA,
