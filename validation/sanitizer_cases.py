@@ -21,9 +21,9 @@ from fused_logp_hub import NoMatchingKernelError, _launch, _manifest, _recall, f
 from fused_logp_hub.distributed import shard_backward, shard_statistics
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Less than a vector, a ragged tile, several tiles and segments; odd lengths at every alignment.
-SHAPES = ((5, 7), (9, 1027), (3, 20011))
-FEW_SHAPES = ((9, 1027), (3, 20011))
+# Less than a vector; several tiles and segments, the last ragged.
+SHAPES = ((5, 7), (3, 20011))
+FEW_SHAPES = SHAPES[1:]
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 
 

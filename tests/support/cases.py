@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.kernels import SUFFIX, VARIANTS, Variant
+from support.kernels import SUFFIX, VARIANTS, Variant, is_compiled
 
 ALL = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WIDE = (torch.float32, torch.float64)
@@ -379,4 +379,5 @@ def grid(variants: Iterable[Variant] = VARIANTS, cases: Iterable[Case] = CASES) 
         for dtype in case.dtypes
         for variant in variants
         if variant.device != "cpu" or not case.large
+        if variant.only is None or is_compiled(variant.only, dtype)
     ]
