@@ -112,7 +112,10 @@ def main(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int], ...]) -
                 logits = torch.randn(n, columns, device="cuda").to(dtype)[:, :v]
                 with only(kernel.symbol):
                     runs += check_rows(logits, kernel.name)
-    for dtype in dtypes:  # in place, and sliced to a ragged end
+    for dtype in dtypes:
+        for v in (1027, 1032):  # more rows than the eager backward takes
+            runs += check_rows(torch.randn(70, v, device="cuda").to(dtype), "online")
+        # In place, and sliced to a ragged end.
         logits = torch.randn(4, 6, 1032, device="cuda").to(dtype)[:, :-1, :1031]
         ids = torch.randint(1031, (4, 5), device="cuda")
         runs += check(logits, ids, "auto")
