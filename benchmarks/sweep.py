@@ -209,14 +209,19 @@ def summary(lines: list[dict[str, object]]) -> str:
     text = [f"{first['dtype']}, V = {first['vocab']}, {first['alignment']}-byte rows"]
     for rows in dict.fromkeys(line["rows"] for line in lines):
         times = sorted(
-            (float(line["p50"]), str(line["symbol"]))  # type: ignore[arg-type]
+            (float(line["p50"]), _part(line))  # type: ignore[arg-type]
             for line in lines
             if line["rows"] == rows and line["p50"] is not None
         )
-        wrong = [str(line["symbol"]) for line in lines if line["rows"] == rows and line["status"] != "ok"]
+        wrong = [_part(line) for line in lines if line["rows"] == rows and line["status"] != "ok"]
         shown = ", ".join(f"{symbol} {time:.1f}" for time, symbol in times)
         text.append(f"  N {rows:5}: {shown}" + (f"; WRONG: {', '.join(wrong)}" if wrong else ""))
     return "\n".join(text)
+
+
+def _part(line: dict[str, object]) -> str:
+    """Of a symbol what tells it from the others of its dtype."""
+    return str(line["symbol"]).removeprefix(f"{OP}_").rsplit("_", 1)[0]
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

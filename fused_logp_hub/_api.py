@@ -71,8 +71,8 @@ def fused_logp(
         float64 on the same inputs. A row's bits depend on its values, its id, V, dtype, temperature, kernel
         and GPU architecture only. A row with NaN or +inf, or all -inf, gives NaN. Rows whose upstream
         gradient is 0 get an exactly zero gradient. "Not read" means that nothing a row holds changes anything;
-        where rows are few (up to 384 forward, 64 backward), up to 8 KiB (16 of rows off 16-byte boundaries)
-        for each 128 threads that share a row are fetched before it is known whether the row counts.
+        where rows are few (up to 384 forward, 64 backward), up to 16 KiB for each 128 threads that share a
+        row are fetched before it is known whether the row counts.
 
     Memory:
         Forward O(N); backward one tensor like the logits (none with inplace_backward) and O(N).
