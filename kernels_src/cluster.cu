@@ -1,4 +1,5 @@
-// Forward for few rows: a cluster of blocks shares one row (compute capability 9.0 and later).
+// Forwards in which a cluster of blocks shares a row (compute capability 9.0 and later): for few rows; and, those that
+// are lazy, for long ones that are a few times as many as are there at once.
 #include "forward_generic.cuh"
 
 // Resident groups a multiprocessor that the register budget is set for. Blackwell code needs more registers.

@@ -5,8 +5,8 @@
 // address, or how many blocks share a row:
 //   vector   16 bytes of consecutive columns
 //   tile     128 threads x 4 vectors (8 KiB; 2 vectors for float64): thread t takes vectors t, t + 128, ...
-//   segment  1, 2, 4, 8 or 16 a row, as few as leave none with more than 2 tiles: each of the 128 threads, a group,
-//            runs an online softmax over its columns, then each warp reduces to one state, a "leaf"
+//   segment  1, 2, 4, 8 or 16 a row, as few as leave none with more than 2 tiles if 16 do: each of the 128 threads, a
+//            group, runs an online softmax over its columns, then each warp reduces to one state, a "leaf"
 //   row      one warp merges the row's leaves (segments x 4) in a fixed order
 // So one group can do all segments in turn, or each group of a cluster one of them, and the bits agree.
 #pragma once

@@ -110,8 +110,7 @@ struct RingSource {
   RingFeed<T, kGroupWarps, kDepth, kAligned> feed;
 
   __device__ __forceinline__ RingSource(const RowReader<T>& reader, const Segmentation& seg, u32 first, u32 last)
-      : seg(seg), first(first), last(last),
-        feed(reader, ring(), seg.begin(first), seg.begin(last)) {
+      : seg(seg), first(first), last(last), feed(reader, ring(), seg.begin(first), seg.begin(last)) {
     if (kEager) fetch();
   }
 
@@ -190,7 +189,7 @@ __device__ __forceinline__ void skip_row(const LogpParams& p, u32 row, bool writ
   copy_async_wait<0>();
 }
 
-// One group takes all segments of the row in turn, several (a wide block, for few rows) an equal run each. Not so with
+// One group takes all segments of the row in turn, several an equal run each. Not so with
 // TwoPassSource, whose threads meet on the way.
 template <template <class> class Source, class T, int kGroups>
 __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
@@ -218,7 +217,7 @@ __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// For few rows: a cluster of kBlocks blocks shares a row. Each of their groups takes an equal run of segments
+// A cluster of kBlocks blocks shares a row. Each of their groups takes an equal run of segments
 // and puts its leaves into block 0's shared memory. Same leaves, same merge, same bits as one block a row.
 template <template <class> class Source, class T, int kBlocks, int kGroups>
 __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {

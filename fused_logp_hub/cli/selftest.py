@@ -24,7 +24,7 @@ from fused_logp_hub.cli.timing import Call, median_times
 
 _SAMPLES = 20
 _ROWS, _VOCAB_SIZE = 4096, 8192  # what is timed on a GPU, where the kernel is for such rows
-_LARGE = (8192, 16640)
+_UNCLAIMED = (640, 65536)  # aligned or not, no kernel is meant for these
 _REFERENCE_SHAPE = (64, 1000)
 
 
@@ -126,13 +126,12 @@ def cases_of(kernel: KernelRow, select: Callable[[str], list[Case]]) -> list[Cas
 def timed_shape(kernel: KernelRow) -> tuple[int, int, bool]:
     """Rows and vocabulary that the kernel is meant for, no smaller than need be; whether rows are aligned to 16 bytes.
 
-    A forward's are so only where it needs them to be: other kernels of its name may take aligned ones before it. One
-    that is meant for what no other takes gets rows that are more and longer.
+    A forward's are so only where it needs them to be: other kernels of its name may take aligned ones before it.
     """
     item_bytes = 1 if kernel.dtype == "any" else int(getattr(torch, kernel.dtype).itemsize)
     aligned = kernel.op != probes.FORWARD or kernel.alignment == 16
     if kernel.meant_for is None:
-        return *_LARGE, aligned
+        return *_UNCLAIMED, aligned
     meant_for = kernel.meant_for[0]
     vocab_size = max(_VOCAB_SIZE, -(-meant_for.min_row_bytes // 16) * 16 // item_bytes)
     if meant_for.max_row_bytes is not None:
