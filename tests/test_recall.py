@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -244,6 +248,71 @@ def test_a_pytorch_without_these_guards(launched, checked, monkeypatch):
     assert len(checked) == len(launched) == 3
     assert told(launched[0]) == told(launched[1]) == told(launched[2])
     assert not _recall.passed
+
+
+def test_no_tensor_is_kept(launched):
+    """Of a call that passed only what its tensors are like is remembered, not their memory."""
+    tensors = {**arguments(), **memory()}
+    fused_logp_out(**tensors)
+    fused_logp(tensors["logits"], tensors["token_ids"])
+    assert len(_recall.passed) == 2
+    kept = [weakref.ref(tensor) for tensor in tensors.values()]
+    del tensors
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+def random_calls(generator):
+    """Calls that have most in common with the one before, some of them to be refused."""
+    store, several = torch.randn(2 * ROWS * VOCAB + 8), torch.empty(2 * ROWS)
+    x = store[: ROWS * VOCAB].view(ROWS, VOCAB)
+    ids = torch.zeros(2 * ROWS, dtype=torch.int64)
+    outputs = [torch.empty(ROWS), torch.empty(ROWS, dtype=torch.float64), several, several[::2], torch.empty(ROWS, 2)]
+    pools = {
+        "logits": [
+            x, x.double(), x.half(), x.clone().requires_grad_(), store[: 2 * ROWS * VOCAB].view(-1, VOCAB),
+            store[1 : ROWS * VOCAB + 1].view(ROWS, VOCAB), store[: 2 * ROWS * VOCAB].view(ROWS, -1)[:, :VOCAB],
+        ],
+        "token_ids": [ids[:ROWS], ids, ids[::2], ids[:ROWS].int(), ids[:ROWS, None], ids.view(ROWS, 2)],
+        "out": [None, *outputs], "row_max": [None, *outputs], "log_sum": [None, *outputs],
+        "entropy": [None, outputs[0]],
+        "temperature": [1.0, 0.5], "ignore_index": [-100, None, 0], "on_invalid": ["zero", "nan"],
+        "kernel": ["auto", "online"],
+    }  # fmt: skip
+    call = {name: pool[0] for name, pool in pools.items()}
+    for _ in range(400):
+        for name in generator.sample(list(pools), generator.choice((0, 1, 1, 2))):
+            call[name] = generator.choice(pools[name])
+        yield dict(call)
+
+
+def outcome(launched, out, row_max, log_sum, entropy, **call):
+    """What a call launched and gave, or how it was refused; without ``out`` in new memory."""
+    try:
+        if out is not None:
+            fused_logp_out(**call, out=out, row_max=row_max, log_sum=log_sum, entropy=entropy)
+            return launched.pop()
+        logp = fused_logp(**call)
+        grid, fields = launched.pop()
+        assert fields.pop("logp") == logp.data_ptr()
+        assert (fields.pop("row_max") == fields.pop("log_sum") == 0) is not logp.requires_grad
+        return logp.shape, logp.dtype, logp.requires_grad, grid, fields
+    except FusedLogpError as error:
+        return str(error)
+    finally:
+        assert launched == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_calls_end_as_if_all_were_checked(launched, checked, monkeypatch, seed):
+    calls = list(random_calls(random.Random(seed)))
+    recalled = [outcome(launched, **call) for call in calls]
+    assert len(checked) < len(calls)
+    del checked[:]
+    monkeypatch.setattr(_recall, "_TensorGuards", None)
+    _recall.passed.clear()
+    assert [outcome(launched, **call) for call in calls] == recalled
+    assert {str, tuple} == {type(found) for found in recalled}
 
 
 def test_no_rows(launched):
