@@ -41,6 +41,7 @@ def make_problem(
     """
     dense("logits", logits)
     dense("token_ids", token_ids)
+    not_negated("logits", logits)
     _not_transformed(logits)
     number, rows = split_temperature(temperature, logits)
     if ignore_index is not None and (type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63):
@@ -141,6 +142,12 @@ def dense(name: str, value: Any) -> None:
         raise ArgumentError(f"{name}: expected a dense tensor, got a nested one. Pass its values(), or pad it.")
     if value.layout is not torch.strided:
         raise ArgumentError(f"{name}: expected a dense tensor, got layout {value.layout}. Call to_dense().")
+
+
+def not_negated(name: str, value: Tensor) -> None:
+    """ArgumentError for a negation that PyTorch left to the reader: the kernels read and write memory alone."""
+    if value.is_neg():
+        raise ArgumentError(f"{name}: expected values as they lie in memory, got a negated view. Call resolve_neg().")
 
 
 def _not_transformed(logits: Tensor) -> None:
@@ -272,4 +279,4 @@ def _raise_on_invalid(problem: Problem) -> None:
 def statistic(name: str, tensor: Tensor, problem: Problem) -> Tensor:
     """A saved statistic [...], contiguous."""
     shaped_tensor(name, tensor, problem.spec.leading, problem.logits, (problem.spec.dtype,))
-    return tensor.contiguous()
+    return tensor.resolve_neg().contiguous()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_logp_hub._checks import dense, no_autograd, same_device, shaped_tensor
+from fused_logp_hub._checks import dense, no_autograd, not_negated, same_device, shaped_tensor
 from fused_logp_hub._errors import ArgumentError
 from fused_logp_hub._problem import copy_reason
 
@@ -15,6 +15,7 @@ from fused_logp_hub._problem import copy_reason
 def output(name: str, value: Tensor, shape: Sequence[int], logits: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     """As shaped_tensor, for a tensor that is written: contiguous and free of autograd."""
     shaped_tensor(name, value, shape, logits, dtypes)
+    not_negated(name, value)
     if not value.is_contiguous():
         raise ArgumentError(f"{name}: expected a contiguous tensor, got strides {value.stride()}. Allocate it so.")
     no_autograd(name, value)
@@ -52,6 +53,7 @@ def overwritable(logits: Tensor) -> None:
 def grad_logits(out: Tensor, logits: Tensor) -> None:
     """ArgumentError unless the gradient can be written there: its own memory, or exactly the logits'."""
     dense("grad_logits", out)
+    not_negated("grad_logits", out)
     if out.shape != logits.shape or out.dtype != logits.dtype:
         raise ArgumentError(
             f"grad_logits: expected shape {list(logits.shape)}, {logits.dtype}, as the logits, "

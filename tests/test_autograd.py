@@ -127,6 +127,15 @@ def test_gradient_that_is_negated_lazily(device):
     assert all(negated)
 
 
+def test_statistics_that_are_negated_lazily(device):
+    x, ids = batch(device)
+    x, g = x.detach(), torch.ones(len(ids), device=device)
+    r = fused_logp(x, ids, return_lse=True)
+    lazy = [torch._neg_view(-t) for t in (r.row_max, r.log_sum)]
+    grad = fused_logp_hub.fused_logp_backward(g, x, ids, *lazy)
+    assert_same_gradient(grad, g, x, ids)
+
+
 def test_gradients_of_different_dtype(device):
     """grad_logp and grad_entropy need not agree."""
     x, ids = batch(device)

@@ -104,6 +104,7 @@ COMMON = {
     "float8 logits": ("logits", lambda a: a["logits"].to(torch.float8_e4m3fn), ArgumentError),
     "no columns": ("logits", lambda a: a["logits"][:, :0], ArgumentError),
     "zero-dimensional logits": ("logits", lambda a: a["logits"][0, 0], ArgumentError),
+    "negated logits": ("logits", lambda a: torch._neg_view(a["logits"]), ArgumentError),
     "sparse logits": ("logits", lambda a: a["logits"].to_sparse(), ArgumentError),
     "compressed sparse logits": ("logits", lambda a: sparse_csr(a["logits"]), ArgumentError),
     "nested logits": ("logits", lambda a: nested([a["logits"], a["logits"]], torch.strided), ArgumentError),
@@ -237,6 +238,7 @@ OUTPUTS = {
     "another dimension": (lambda t: t.new_full((*t.shape, 1), 7), ArgumentError),
     "integers": (lambda t: t.int(), ArgumentError),
     "a list": (lambda t: t.tolist(), ArgumentTypeError),
+    "negated": (torch._neg_view, ArgumentError),
     "requires grad": (lambda t: t.clone().requires_grad_(), ArgumentError),
 }
 
