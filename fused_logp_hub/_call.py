@@ -39,7 +39,7 @@ def is_plain(logits: Tensor) -> bool:
 
 def merge_mask(row_indices: Tensor, row_mask: Tensor | None, logits: Tensor) -> Tensor:
     """row_indices as a mask over the logits' leading shape, and row_mask where given."""
-    _checks.tensor("logits", logits)
+    _checks.dense("logits", logits)
     _checks.row_indices(row_indices, logits)
     if row_mask is not None:
         _checks.shaped_tensor("row_mask", row_mask, logits.shape[:-1], logits, (torch.bool,))

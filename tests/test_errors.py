@@ -219,6 +219,16 @@ def test_row_mask_beside_row_indices(device, function, mask):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("wrong", [w for w in COMMON if w.endswith("logits")])
+def test_logits_beside_row_indices(device, function, wrong):
+    """They are looked at before the mask is made."""
+    name, spoil, error = COMMON[wrong]
+    given = arguments(device)
+    given[name] = spoil(given)
+    assert_refused(function, given, error, name, row_indices=torch.arange(N, device=device))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_wrong_logits_beside_row_indices(device, function):
     given = arguments(device)
     rows = torch.arange(N, device=device)
