@@ -44,7 +44,7 @@ _CONFIG = struct.Struct(f"@I{_SHAPE.size}s4xQ16x")
 class _Buffers:
     """A launch's buffers: parameters, the pointers they are read through, the configuration.
 
-    Struct packs into views of them, which takes two thirds of the time it takes into ctypes' own objects.
+    Struct packs into views of them, which takes less time than into ctypes' own objects.
     """
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ from fused_logp_hub._launch import Launch
 from fused_logp_hub._problem import Problem, remember
 
 # What torch.compile guards its inputs with: one call compares several tensors with those it was made from, by type,
-# dispatch keys (layout, modes and transforms among them), dtype, device, requires_grad, shape and strides, in a fifth
-# of the time that it takes to read all that. A nested tensor, which has no strides to compare, would end the process.
+# dispatch keys (layout, modes and transforms among them), dtype, device, requires_grad, shape and strides, in less
+# time than it takes to read all that. A nested tensor, which has no strides to compare, would end the process.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _is_nested = attrgetter("is_nested")
 _NO_ADDRESS = (AttributeError, RuntimeError)  # what is no tensor, or does not lie in memory, raises when asked for it

@@ -29,8 +29,8 @@ constexpr int kMaxLeaves = kMaxSegments * kGroupWarps;
 template <class T>
 constexpr u32 kTileColumns = kGroup * kVectors<T> * T::kVec;
 
-// A power of two, so that however many groups share a row, they get the same number of tiles, give or take one; and
-// nothing divides: that would stand between the start of a kernel and its first load.
+// A power of two, so that however many groups share a row, those that get any tiles get the same number, give or take
+// one; and nothing divides: that would stand between the start of a kernel and its first load.
 struct Segmentation {
   u32 tiles, log_count;
 

@@ -189,8 +189,8 @@ __device__ __forceinline__ void skip_row(const LogpParams& p, u32 row, bool writ
   copy_async_wait<0>();
 }
 
-// One group takes all segments of the row in turn, several an equal run each. Not so with
-// TwoPassSource, whose threads meet on the way.
+// One group takes all segments of the row in turn, several an equal run each. Not so with TwoPassSource, whose threads
+// meet on the way.
 template <template <class> class Source, class T, int kGroups>
 __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   using Acc = typename T::Acc;
@@ -217,8 +217,8 @@ __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// A cluster of kBlocks blocks shares a row. Each of their groups takes an equal run of segments
-// and puts its leaves into block 0's shared memory. Same leaves, same merge, same bits as one block a row.
+// A cluster of kBlocks blocks shares a row. Each of their groups takes an equal run of segments and puts its leaves into
+// block 0's shared memory. Same leaves, same merge, same bits as one block a row.
 template <template <class> class Source, class T, int kBlocks, int kGroups>
 __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   using Acc = typename T::Acc;
