@@ -12,6 +12,7 @@ constexpr int kClusterGroups = __CUDA_ARCH__ >= 1000 ? 4 : 6;
   }
 #define LOGP_KERNELS(T, suffix)                                                                          \
   LOGP_KERNEL(T, suffix, , Eager, 8, 2, kClusterGroups)                                                  \
+  LOGP_KERNEL(T, suffix, _ring, EagerRing, 8, 2, kClusterGroups)                                         \
   LOGP_KERNEL(T, suffix, , Eager, 4, 2, kClusterGroups)                                                  \
   LOGP_KERNEL(T, suffix, , Eager, 2, 2, kClusterGroups)                                                  \
   LOGP_KERNEL(T, suffix, _ring, EagerRing, 2, 1, kClusterGroups)                                         \

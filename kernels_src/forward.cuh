@@ -106,36 +106,41 @@ __device__ __forceinline__ void store_statistic(void* out, u32 row, Acc value) {
   if (out != nullptr) static_cast<Acc*>(out)[row] = value;
 }
 
-// Writes all results of a row that was read; called by one whole warp.
+// What the end of a row that was read takes besides its leaves: so that they need not wait for it, made before them.
+// Looked up anew, so that nothing of it is held while the row is scanned: its number comes from block_index_again.
 template <class T>
-__device__ __forceinline__ void write_row(const LogpParams& p, u32 row, const RowIndex& at,
-                                          const SoftmaxState<typename T::Acc>& state,
-                                          const Target<T>& mine, typename T::Acc inv_t) {
+struct RowEnd {
   using Acc = typename T::Acc;
-  const int lane = threadIdx.x % kWarp;
-  const Acc log_sum = state.log_sum();
-  if (lane == 0) {
-    store_statistic(p.row_max, row, p.row_max_is_raw ? state.m : state.m * inv_t);
-    store_statistic(p.log_sum, row, log_sum);
-    store_statistic(p.entropy, row, state.entropy());
-  }
-  const i64 first = static_cast<i64>(row) * p.num_ids;
-#pragma unroll 1
-  for (u32 k = lane; k < p.num_ids; k += kWarp) {
-    const Target<T> target = k < kWarp ? mine : Target<T>::of(p, at, k);
-    store_as(p.logp, first + k, p.logp_dtype, target.logp(p, state.m, log_sum, inv_t));
-  }
-}
 
-// Ends a row whose leaves are in place; called by one whole warp. The row is one that was looked up anew, as
-// block_index_again says, so that nothing of it is held while it is scanned.
-template <class T>
-__device__ __forceinline__ void finish_row(const LogpParams& p, u32 row, const Leaves<typename T::Acc>& leaves,
-                                           const Segmentation& seg, typename T::Acc scale, const Target<T>& target) {
-  using Acc = typename T::Acc;
-  const RowIndex at(row, p.inner_rows);
-  write_row<T>(p, row, at, merge_leaves(p, leaves, seg, scale), target, inverse_temperature<Acc>(p, at));
-}
+  const u32 row;
+  const RowIndex at;
+  const Acc inv_t;
+
+  __device__ __forceinline__ RowEnd(const LogpParams& p, u32 row)
+      : row(row), at(row, p.inner_rows), inv_t(inverse_temperature<Acc>(p, at)) {}
+
+  // Writes all results; called by one whole warp.
+  __device__ __forceinline__ void write(const LogpParams& p, const SoftmaxState<Acc>& state,
+                                        const Target<T>& mine) const {
+    const int lane = threadIdx.x % kWarp;
+    const Acc log_sum = state.log_sum();
+    if (lane == 0) {
+      store_statistic(p.row_max, row, p.row_max_is_raw ? state.m : state.m * inv_t);
+      store_statistic(p.log_sum, row, log_sum);
+      if (p.entropy != nullptr) store_statistic(p.entropy, row, state.entropy());
+    }
+    if (p.num_ids == 1) {  // the usual case, without what several need
+      if (lane == 0) store_as(p.logp, row, p.logp_dtype, mine.logp(p, state.m, log_sum, inv_t));
+      return;
+    }
+    const i64 first = static_cast<i64>(row) * p.num_ids;
+#pragma unroll 1
+    for (u32 k = lane; k < p.num_ids; k += kWarp) {
+      const Target<T> target = k < kWarp ? mine : Target<T>::of(p, at, token_id(p, at, k));
+      store_as(p.logp, first + k, p.logp_dtype, target.logp(p, state.m, log_sum, inv_t));
+    }
+  }
+};
 
 // Writes the zeros of a row that was left out, for a shard those of an empty sum; called by one thread.
 template <class Acc>

@@ -202,18 +202,20 @@ __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   const u32 group = kGroups == 1 ? 0 : threadIdx.x / kGroup;
   const u32 first = group * seg.each<kGroups>();
   Source<T> source(reader, seg, first, first + seg.each<kGroups>());
-  if (!is_active(p, row, at)) return skip_row<Acc>(p, row, threadIdx.x == 0);
-  source.start();
+  const LoadedId first_id(p, at, 0);
   const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
+  if (!is_active(p, row, at, first_id)) return skip_row<Acc>(p, row, threadIdx.x == 0);
+  source.start();
   const bool writer = threadIdx.x < kWarp;
   Target<T> target{};
-  if (writer) target = Target<T>::of_lane(p, at);
+  if (writer) target = Target<T>::of_lane(p, at, first_id);
   if (seg.has(first))
     scan(p, source, scale, [&](int leaf, const SoftmaxState<Acc>& state) {
       if (threadIdx.x % kWarp == 0) leaves.put(leaf, state);
     });
+  const RowEnd<T> end(p, block_index_again());
   __syncthreads();
-  if (writer) finish_row<T>(p, block_index_again(), leaves, seg, scale, target);
+  if (writer) end.write(p, merge_leaves(p, leaves, seg, scale), target);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -231,18 +233,19 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   const Segmentation seg(p.vocab_size, kTileColumns<T>);
   const u32 first = (threadIdx.x / kGroup * kBlocks + rank) * seg.each<kBlocks * kGroups>();
   Source<T> source(reader, seg, first, first + seg.each<kBlocks * kGroups>());
-  if (!is_active(p, row, at)) return skip_row<Acc>(p, row, rank == 0 && threadIdx.x == 0);
-  source.start();
+  const LoadedId first_id(p, at, 0);
+  const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
   if (rank == 0 && threadIdx.x == 0) {
     mbarrier_init(&leaves_arrived, 1);
     fence_mbarrier_init();
   }
   // Block 0 must be running before anyone writes into it; the wait comes before the first write.
   cluster_arrive();
-  const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
+  if (!is_active(p, row, at, first_id)) return skip_row<Acc>(p, row, rank == 0 && threadIdx.x == 0);
+  source.start();
   const bool writer = rank == 0 && threadIdx.x < kWarp;
   Target<T> target{};
-  if (writer) target = Target<T>::of_lane(p, at);
+  if (writer) target = Target<T>::of_lane(p, at, first_id);
   bool waited = false;
   if (seg.has(first))
     scan(p, source, scale, [&](int leaf, const SoftmaxState<Acc>& state) {
@@ -252,9 +255,10 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
     });
   if (!waited) cluster_wait();
   if (!writer) return;
+  const RowEnd<T> end(p, block_index_again() / kBlocks);
   const u32 leaf_bytes = seg.count() * kGroupWarps * Leaves<Acc>::kLeafBytes;
   if (threadIdx.x == 0) mbarrier_expect_tx(&leaves_arrived, leaf_bytes);
   mbarrier_wait_cluster(&leaves_arrived, 0);
-  finish_row<T>(p, block_index_again() / kBlocks, leaves, seg, scale, target);
+  end.write(p, merge_leaves(p, leaves, seg, scale), target);
 }
 #endif

@@ -203,14 +203,15 @@ __device__ __forceinline__ void forward_row_per_warp(const LogpParams& p) {
   const u32 warp = threadIdx.x / kWarp, row = blockIdx.x * kGroupWarps + warp;
   if (row >= p.num_rows) return;
   const RowIndex at(row, p.inner_rows);
-  if (!is_active(p, row, at)) {
+  const LoadedId first_id(p, at, 0);
+  if (!is_active(p, row, at, first_id)) {
     if (threadIdx.x % kWarp == 0) write_skipped_row<Acc>(p, row);
     return;
   }
   const RowReader<T> reader(row_start<T>(p, at), p.vocab_size);
   const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
   const Segmentation seg(p.vocab_size, kTileColumns<T>);
-  const Target<T> target = Target<T>::of_lane(p, at);
+  const Target<T> target = Target<T>::of_lane(p, at, first_id);
   const auto put = [&](int leaf, const SoftmaxState<Acc>& state) {
     if (threadIdx.x % kWarp == 0) leaves[warp].put(leaf, state);
   };
@@ -222,6 +223,7 @@ __device__ __forceinline__ void forward_row_per_warp(const LogpParams& p) {
     if (p.entropy != nullptr) scan_row_by_warp<T, false, true>(reader, seg, ring, scale, put);
     else scan_row_by_warp<T, false, false>(reader, seg, ring, scale, put);
   }
+  const RowEnd<T> end(p, block_index_again() * kGroupWarps + warp);
   __syncwarp();
-  finish_row<T>(p, block_index_again() * kGroupWarps + warp, leaves[warp], seg, scale, target);
+  end.write(p, merge_leaves(p, leaves[warp], seg, scale), target);
 }

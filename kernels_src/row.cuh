@@ -14,7 +14,8 @@ struct RowIndex {
   }
 
   __device__ __forceinline__ i64 offset(const RowStrides& s) const {
-    return outer * s.outer + inner * s.inner;
+    const i64 within = inner * s.inner;
+    return outer == 0 ? within : within + outer * s.outer;
   }
 };
 
@@ -57,10 +58,11 @@ __device__ __forceinline__ bool is_in_vocabulary(const LogpParams& p, i64 id) {
 }
 
 // Whether any logit of the row is needed: it is not masked out and not all of its ids are ignored.
-__device__ __forceinline__ bool is_active(const LogpParams& p, u32 row, const RowIndex& at) {
+__device__ __forceinline__ bool is_active(const LogpParams& p, u32 row, const RowIndex& at, const LoadedId& first) {
   if (p.row_mask != nullptr && p.row_mask[row] == 0) return false;
+  if (!is_ignored(p, first.local(p))) return true;
 #pragma unroll 1
-  for (u32 k = 0; k < p.num_ids; ++k)
+  for (u32 k = 1; k < p.num_ids; ++k)
     if (!is_ignored(p, token_id(p, at, k))) return true;
   return false;
 }

@@ -45,6 +45,7 @@ __device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 
   const Acc row_max = static_cast<const Acc*>(p.row_max)[not_uniform(row)];
   const Acc log_sum = static_cast<const Acc*>(p.log_sum)[not_uniform(row)];
   const Acc first_upstream = grad_logp<Acc>(p, at, 0);
+  g.inv_t = inverse_temperature<Acc>(p, at);
   Acc sum = 0, entropy_sum = 0;
   bool active = false;
   const auto add = [&](i64 id, Acc upstream) {
@@ -59,7 +60,6 @@ __device__ __forceinline__ RowGradient<T> row_gradient(const LogpParams& p, u32 
   for (u32 k = 1; k < p.num_ids; ++k) add(token_id(p, at, k), grad_logp<Acc>(p, at, k));
   if (active && p.grad_entropy != nullptr)
     entropy_sum = load_as<Acc>(p.grad_entropy, at.offset(p.grad_entropy_rows), p.grad_entropy_dtype);
-  g.inv_t = inverse_temperature<Acc>(p, at);
   g.weight = g.base_weight = -g.inv_t * sum;
   if (entropy_sum != Acc(0)) {
     g.entropy_weight = -g.inv_t * entropy_sum * Math<Acc>::log_unit();

@@ -65,7 +65,8 @@ __device__ __forceinline__ void for_each_row(const LogpParams& p, Look look, Vis
   for (u32 base = blockIdx.x; base < p.num_rows; base += kWarp * step) {
     const u32 mine = base + (threadIdx.x % kWarp) * step;
     const bool exists = mine < p.num_rows;
-    const bool active = exists && is_active(p, mine, RowIndex(mine, p.inner_rows));
+    const RowIndex at(mine, p.inner_rows);
+    const bool active = exists && is_active(p, mine, at, LoadedId(p, at, 0));
     if (exists) look(mine, active);
     for (u32 left = __ballot_sync(~0u, active); left != 0; left &= left - 1) {
       const u32 lane = __ffs(left) - 1;
@@ -167,17 +168,19 @@ __device__ __forceinline__ void finish(const LogpParams& p, TmaShared<typename T
       p,
       [&](u32 row, bool active) {
         if (!active) write_skipped_row<Acc>(p, row);
-        else if (ahead) mine = Target<T>::of(p, RowIndex(row, p.inner_rows), 0);
+        else if (ahead) {
+          const RowIndex at(row, p.inner_rows);
+          mine = Target<T>::of(p, at, token_id(p, at, 0));
+        }
       },
       [&](u32 row, u32 lane) {
-        const RowIndex at(row, p.inner_rows);
-        const Acc inv_t = inverse_temperature<Acc>(p, at);
-        const Target<T> target = ahead ? mine.of_other_lane(lane) : Target<T>::of_lane(p, at);
+        const RowEnd<T> end(p, row);
+        const Target<T> target = ahead ? mine.of_other_lane(lane) : Target<T>::of_lane(p, end.at, LoadedId(p, end.at, 0));
         set.wait_full();
-        const auto state = merge_leaves(p, shared.leaves[set.at], seg, Math<Acc>::scale(inv_t));
+        const auto state = merge_leaves(p, shared.leaves[set.at], seg, Math<Acc>::scale(end.inv_t));
         set.arrive(shared.rows.empty);
         set.advance();
-        write_row<T>(p, row, at, state, target, inv_t);
+        end.write(p, state, target);
       });
 }
 

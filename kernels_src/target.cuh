@@ -18,8 +18,7 @@ struct Target {
   typename T::Bits bits;  // as they come from memory, and without a branch: nothing waits for them until they are used
   Kind kind;
 
-  static __device__ __forceinline__ Target of(const LogpParams& p, const RowIndex& at, u32 k) {
-    const i64 id = token_id(p, at, k);
+  static __device__ __forceinline__ Target of(const LogpParams& p, const RowIndex& at, i64 id) {
     const bool is_column = is_valid(p, id);
     return {row_start<T>(p, at)[is_column ? id : 0],
             is_column                                ? kColumn
@@ -30,8 +29,9 @@ struct Target {
 
   // The lane's own, or the last one's. The warp that will write the row asks for it before the row is scanned, so that
   // its latency is hidden; ids beyond the 32nd are looked at at the end.
-  static __device__ __forceinline__ Target of_lane(const LogpParams& p, const RowIndex& at) {
-    return of(p, at, min(threadIdx.x % kWarp, p.num_ids - 1));
+  static __device__ __forceinline__ Target of_lane(const LogpParams& p, const RowIndex& at, const LoadedId& first) {
+    if (p.num_ids == 1) return of(p, at, first.local(p));
+    return of(p, at, token_id(p, at, min(threadIdx.x % kWarp, p.num_ids - 1)));
   }
 
   __device__ __forceinline__ Target of_other_lane(u32 lane) const {
