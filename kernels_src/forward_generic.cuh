@@ -190,7 +190,7 @@ __device__ __forceinline__ void skip_row(const LogpParams& p, u32 row, bool writ
 }
 
 // One group takes all segments of the row in turn, several an equal run each. Not so with TwoPassSource, whose threads
-// meet on the way.
+// meet on the way. The row's first id is asked for once: it says whether the row counts, and which logit is its target.
 template <template <class> class Source, class T, int kGroups>
 __device__ __forceinline__ void forward_row_per_block(const LogpParams& p) {
   using Acc = typename T::Acc;

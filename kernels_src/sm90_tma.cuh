@@ -175,7 +175,8 @@ __device__ __forceinline__ void finish(const LogpParams& p, TmaShared<typename T
       },
       [&](u32 row, u32 lane) {
         const RowEnd<T> end(p, row);
-        const Target<T> target = ahead ? mine.of_other_lane(lane) : Target<T>::of_lane(p, end.at, LoadedId(p, end.at, 0));
+        const Target<T> target =
+            ahead ? mine.of_other_lane(lane) : Target<T>::of_lane(p, end.at, LoadedId(p, end.at, 0));
         set.wait_full();
         const auto state = merge_leaves(p, shared.leaves[set.at], seg, Math<Acc>::scale(end.inv_t));
         set.arrive(shared.rows.empty);

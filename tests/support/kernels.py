@@ -54,7 +54,7 @@ class Variant:
 
 RINGS = ("ring1", "ring4_shifted", "ring8_shifted")
 ALIGNED_RINGS = ("ring4", "cluster2x1_lazy", "cluster2x2_lazy")
-CLUSTERS = ("cluster8x2", "cluster4x2", "cluster2x2", "cluster2x1_ring")
+CLUSTERS = ("cluster8x2_ring", "cluster8x2", "cluster4x2", "cluster2x2", "cluster2x1_ring")
 SHIFTED_CLUSTERS = ("cluster8x2_shifted", "cluster4x2_shifted", "cluster2x2_shifted")
 EAGER = ("wide", "wide_shifted", *CLUSTERS, *SHIFTED_CLUSTERS)  # for few rows, as is the eager backward
 ONCE = ("online", "staged", *RINGS, *ALIGNED_RINGS, *EAGER)  # what "online" may run, and "auto"
