@@ -106,8 +106,8 @@ __device__ __forceinline__ void store_statistic(void* out, u32 row, Acc value) {
   if (out != nullptr) static_cast<Acc*>(out)[row] = value;
 }
 
-// What the end of a row that was read takes besides its leaves: so that they need not wait for it, made before them.
-// Looked up anew, so that nothing of it is held while the row is scanned: its number comes from block_index_again.
+// What the end of a row that was read takes besides its leaves. It is looked up before they are there, so that nothing
+// waits for it then; and anew, by a number that comes from block_index_again, so that nothing of it is held during the scan.
 template <class T>
 struct RowEnd {
   using Acc = typename T::Acc;

@@ -47,7 +47,7 @@ struct LogpParams {
   u8 token_id_bytes;  // 4 or 8
   u8 invalid_is_nan;  // what an id outside [0, global_vocab_size) gives: NaN, or 0
   u8 row_max_is_raw;  // row_max is of the logits, not of logits / T: what loses no precision
-  u8 is_shard;        // the forward leaves what a merge of shards needs; see write_row
+  u8 is_shard;        // the forward leaves what a merge of shards needs; see Target::logp
   u8 logp_dtype;      // a DType, as the next two
   u8 grad_logp_dtype;
   u8 grad_entropy_dtype;
