@@ -91,7 +91,7 @@ class Module:
 class Kernel:
     """One kernel of one dtype; `row` is its row of the manifest."""
 
-    symbol: str
+    symbols: tuple[str, ...]
     module: str
     threads: int
     row: dict[str, Any]
@@ -125,7 +125,7 @@ class KernelTable:
         )
 
     def symbols(self, module: str) -> dict[str, Kernel]:
-        return {kernel.symbol: kernel for kernel in self.kernels if kernel.module == module}
+        return {symbol: kernel for kernel in self.kernels if kernel.module == module for symbol in kernel.symbols}
 
 
 def load_table(path: Path = TABLE_PATH) -> KernelTable:
@@ -178,15 +178,17 @@ def _expand(row: dict[str, Any], priority: int, suffixes: dict[str, str]) -> lis
                 f"kernels[{priority}].dtypes: expected one of {[*suffixes, 'any']}, got {dtype!r}. "
                 "Add it to [dtypes] or correct the row."
             )
-        if (dtype == "any") == ("{dtype}" in row["symbol"]):
-            raise TableError(
-                f"kernels[{priority}].symbol: expected {{dtype}} in it unless dtypes is ['any'], "
-                f"got {row['symbol']!r} for {dtype}. Correct the row."
-            )
-        symbol = row["symbol"].replace("{dtype}", suffixes.get(dtype, ""))
+        symbols: dict[str, str] = {key: row[key] for key in ("symbol", "usual_symbol") if key in row}
+        for key, symbol in symbols.items():
+            if (dtype == "any") == ("{dtype}" in symbol):
+                raise TableError(
+                    f"kernels[{priority}].{key}: expected {{dtype}} in it unless dtypes is ['any'], "
+                    f"got {symbol!r} for {dtype}. Correct the row."
+                )
+            symbols[key] = symbol.replace("{dtype}", suffixes.get(dtype, ""))
         kept = {key: value for key, value in row.items() if key != "dtypes"}
-        manifest_row = {**kept, "symbol": symbol, "dtype": dtype, "priority": priority}
-        kernels.append(Kernel(symbol, row["module"], row["threads"], manifest_row))
+        manifest_row = {**kept, **symbols, "dtype": dtype, "priority": priority}
+        kernels.append(Kernel(tuple(symbols.values()), row["module"], row["threads"], manifest_row))
     return kernels
 
 
@@ -201,18 +203,18 @@ def _check(table: KernelTable) -> None:
     modules = [module.name for module in table.modules]
     seen: set[tuple[str, str]] = set()
     for kernel in table.kernels:
-        place = (kernel.module, kernel.symbol)
         if kernel.module not in modules:
             raise TableError(
                 f"kernels[{kernel.row['priority']}].module: expected one of {modules}, "
                 f"got {kernel.module!r}. Correct the row or add the module."
             )
-        if place in seen:
-            raise TableError(
-                f"kernels[{kernel.row['priority']}].symbol: expected a new one, "
-                f"got {kernel.symbol!r} a second time. Correct the row."
-            )
-        seen.add(place)
+        for symbol in kernel.symbols:
+            if (kernel.module, symbol) in seen:
+                raise TableError(
+                    f"kernels[{kernel.row['priority']}].symbol: expected a new one, "
+                    f"got {symbol!r} a second time. Correct the row."
+                )
+            seen.add((kernel.module, symbol))
 
 
 def _release(version: str) -> tuple[int, int]:

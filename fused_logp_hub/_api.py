@@ -158,7 +158,7 @@ def fused_logp_out(
     increment_version([output for output in outputs if output is not None])
     _ops.forward(problem, kernel, out, row_max, log_sum, entropy, False)
     if key is not None:
-        _recall.keep(key, problem, kernel, out.dtype, False, outputs)
+        _recall.keep(key, problem, kernel, out.dtype, False, entropy is not None, outputs)
     return out
 
 

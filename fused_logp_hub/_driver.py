@@ -132,14 +132,18 @@ def active_devices() -> list[int]:
 
 
 class Function:
-    """A kernel that is ready to launch on one device."""
+    """A kernel that is ready to launch on one device; ``usual`` is its machine code for usual calls, or itself."""
 
-    __slots__ = ("device", "handle", "kernel", "shape")
+    __slots__ = ("device", "handle", "kernel", "shape", "symbol", "usual")
 
-    def __init__(self, device: Device, kernel: KernelRow, handle: int) -> None:
+    def __init__(
+        self, device: Device, kernel: KernelRow, symbol: str, handle: int, usual: Function | None = None
+    ) -> None:
         self.device = device
         self.kernel = kernel
+        self.symbol = symbol
         self.handle = handle
+        self.usual = usual or self
         self.shape = _SHAPE.pack(1, 1, kernel.threads, 1, 1, kernel.shared_memory)
 
     def launch(self, grid: int, stream: int, layout: struct.Struct, values: Sequence[Any]) -> None:
@@ -156,7 +160,7 @@ class Function:
             with self.device:
                 status = library.cuLaunchKernelEx(config, self.handle, parameters, None)
         if status:
-            _check((cuda.CUresult(status),), "cuLaunchKernelEx", self.kernel.symbol, self.device.ordinal)
+            _check((cuda.CUresult(status),), "cuLaunchKernelEx", self.symbol, self.device.ordinal)
 
 
 class Device:
@@ -197,24 +201,26 @@ class Device:
         found = self._functions.get(key)
         if found is None:
             with _lock:
-                found = self._functions.get(key) or self._load(manifest, kernel, cubin)
-                self._functions[key] = found
+                found = self._functions.get(key)
+                if found is None:
+                    library = _library(manifest, cubin, self.ordinal)
+                    usual = None if kernel.usual_symbol is None else self._load(library, kernel, kernel.usual_symbol)
+                    found = self._functions[key] = self._load(library, kernel, kernel.symbol, usual)
         return found
 
     def has(self, kernel: KernelRow, cubin: Cubin) -> bool:
         """Whether `function` would load nothing."""
         return (cubin.sha256, kernel.symbol) in self._functions
 
-    def _load(self, manifest: Manifest, kernel: KernelRow, cubin: Cubin) -> Function:
-        library = _library(manifest, cubin, self.ordinal)
-        where = (kernel.symbol, self.ordinal)
-        handle = _check(cuda.cuLibraryGetKernel(library, kernel.symbol.encode()), "cuLibraryGetKernel", *where)
+    def _load(self, library: Any, kernel: KernelRow, symbol: str, usual: Function | None = None) -> Function:
+        where = (symbol, self.ordinal)
+        handle = _check(cuda.cuLibraryGetKernel(library, symbol.encode()), "cuLibraryGetKernel", *where)
         with self:
             function = _check(cuda.cuKernelGetFunction(handle), "cuKernelGetFunction", *where)
             if kernel.shared_memory:
                 limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _check(cuda.cuFuncSetAttribute(function, limit, kernel.shared_memory), "cuFuncSetAttribute", *where)
-        return Function(self, kernel, int(function))
+        return Function(self, kernel, symbol, int(function), usual)
 
 
 def device(ordinal: int) -> Device:

@@ -125,21 +125,22 @@ def forward(
     if not problem.spec.readable:
         problem = problem.readable()  # whose shapes and strides follow from those that the spec is of
     logits, ids, mask, rows, _ = problem
-    launch = forward_launch(problem, requested, logp.dtype, raw)
+    launch = forward_launch(problem, requested, logp.dtype, raw, bool(entropy))
     launch.run((
         ids.data_ptr(), 0 if mask is None else mask.data_ptr(), logits.data_ptr(),
         0 if rows is None else rows.data_ptr(), row_max, log_sum, entropy, logp.data_ptr(), 0, 0, 0,
     ))  # fmt: skip
 
 
-def forward_launch(problem: Problem, requested: str, logp_dtype: torch.dtype, raw: bool) -> Launch:
+def forward_launch(problem: Problem, requested: str, logp_dtype: torch.dtype, raw: bool, wants_entropy: bool) -> Launch:
     """The launch of a problem that can be read as it lies."""
-    logits, _, _, rows, spec = problem
-    key = (spec, requested, logits.data_ptr() & 15, rows is not None and rows.stride(), logp_dtype, raw)
+    logits, _, mask, rows, spec = problem
+    logp_only = mask is None and not wants_entropy
+    key = (spec, requested, logits.data_ptr() & 15, rows is not None and rows.stride(), logp_dtype, raw, logp_only)
     launch = launches.get(key)
     if launch is None:
         function = plan("logp_forward", requested, logits, spec.num_rows)
-        launch = _prepare(function, problem, logp_dtype=_DTYPE_CODES[logp_dtype], row_max_is_raw=raw)
+        launch = _prepare(function, problem, raw, logp_dtype, logp_only)
         remember(launches, key, launch)
     return launch
 
@@ -161,12 +162,13 @@ def backward(
         spec, logits.dtype, ids.dtype, logits.get_device(),  # a saved-tensor hook may have changed what spec is of
         address & 15, logits.shape, logits.stride(), ids.stride(), rows is not None and rows.stride(),
         grad_logits.stride(), grad_logp.dtype, grad_logp.stride(),
-        grad_entropy is not None and (grad_entropy.dtype, grad_entropy.stride()), raw,
+        grad_entropy is not None and (grad_entropy.dtype, grad_entropy.stride()), raw, mask is None,
     )  # fmt: skip
     launch = launches.get(key)
     if launch is None:
         function = plan("logp_backward", _selection.AUTO, logits, spec.num_rows)
-        launch = _prepare(function, problem, grad_logp, grad_entropy, grad_logits, row_max_is_raw=raw)
+        logp_only = mask is None and grad_entropy is None
+        launch = _prepare(function, problem, raw, grad_logp.dtype, logp_only, grad_logp, grad_entropy, grad_logits)
         remember(launches, key, launch)
     launch.run((
         ids.data_ptr(), 0 if mask is None else mask.data_ptr(), address, 0 if rows is None else rows.data_ptr(),
@@ -195,11 +197,14 @@ def mark_rows(row_indices: Tensor, row_mask: Tensor) -> None:
 def _prepare(
     function: _driver.Function,
     problem: Problem,
+    raw: bool,
+    logp_dtype: torch.dtype,
+    logp_only: bool,
     grad_logp: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     grad_logits: Tensor | None = None,
-    **more: int,
 ) -> Launch:
+    """logp_dtype: of logp or its gradient; logp_only: there is no row mask, and entropy has no part in it."""
     logits, ids, _, rows, spec = problem
     row_bytes = spec.vocab_size * logits.element_size()  # without a shard's padding, as the kernel has it
     grid, tiles_per_block = function.kernel.grid(spec.num_rows, row_bytes, function.device.multiprocessors)
@@ -236,10 +241,20 @@ def _prepare(
         invalid_is_nan=spec.invalid_is_nan,
         token_id_bytes=ids.element_size(),
         is_shard=spec.shard is not None,
-        grad_logp_dtype=0 if grad_logp is None else _DTYPE_CODES[grad_logp.dtype],
+        row_max_is_raw=raw,
+        logp_dtype=_DTYPE_CODES[logp_dtype],
+        grad_logp_dtype=_DTYPE_CODES[logp_dtype],
         grad_entropy_dtype=0 if grad_entropy is None else _DTYPE_CODES[grad_entropy.dtype],
         tiles_per_block=tiles_per_block,
         blocks_per_row=_params.divisor(max(grid // spec.num_rows, 1)),
-        **more,
     )
-    return Launch(function, grid, constants, spec)
+    is_usual = (  # what kernels_src/usual.cuh takes for known
+        logp_only
+        and logp_dtype == torch.float32
+        and ids.dtype == torch.int64
+        and rows is None
+        and spec.shard is None
+        and not several
+        and folded[0] >= spec.num_rows
+    )
+    return Launch(function.usual if is_usual else function, grid, constants, spec)

@@ -106,6 +106,8 @@ class KernelRow:
     threads: int
     shared_memory: int
     priority: int
+    usual_symbol: str | None = None
+    """Its machine code for usual calls alone."""
     meant_for: tuple[Range, ...] | None = None
     auto: tuple[Range, ...] | None = None
     blocks_per_row: int | None = None

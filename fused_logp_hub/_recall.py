@@ -75,7 +75,13 @@ def key_of(
 
 
 def keep(
-    key: Key, problem: Problem, kernel: str, logp_dtype: torch.dtype, raw: bool, outputs: tuple[Tensor | None, ...] = ()
+    key: Key,
+    problem: Problem,
+    kernel: str,
+    logp_dtype: torch.dtype,
+    raw: bool,
+    wants_entropy: bool = False,
+    outputs: tuple[Tensor | None, ...] = (),
 ) -> None:
     """After a call that passed: what it launched, if all it did was to launch on the tensors as they are."""
     logits, token_ids, _, _, spec = problem
@@ -89,7 +95,7 @@ def keep(
         and not any(tensor.requires_grad for tensor in tensors)
     ):
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        launch = _launch.forward_launch(problem, kernel, logp_dtype, raw)
+        launch = _launch.forward_launch(problem, kernel, logp_dtype, raw, wants_entropy)
         found = _Passed(guards.check, launch), *passed.get(key, ())
         remember(passed, key, found[:_PASSED_A_KEY])
 

@@ -27,8 +27,9 @@ def project(tmp_path):
 
 def test_table_expands_rows_by_dtype():
     table = load_table()
-    assert len({(k.module, k.symbol) for k in table.kernels}) == len(table.kernels)
-    assert not [k for k in table.kernels if "{" in k.symbol or "dtypes" in k.row]
+    symbols = [(kernel.module, symbol) for kernel in table.kernels for symbol in kernel.symbols]
+    assert len(set(symbols)) == len(symbols) > len(table.kernels)
+    assert not [k for k in table.kernels if "{" in k.symbols[0] or "dtypes" in k.row]
     for module in table.modules:
         assert table.symbols(module.name), f"{module.name} has no kernel"
         for architecture in module.architectures:
@@ -42,6 +43,8 @@ def test_table_expands_rows_by_dtype():
         ('["float32"]', '["float31"]', r"kernels\[0\]\.dtypes: expected one of"),
         ("_{dtype}", "", r"kernels\[0\]\.symbol: expected {dtype} in it"),
         ('symbol = "mark"', 'symbol = "mark_{dtype}"', r"kernels\[1\]\.symbol: expected {dtype}"),
+        ("lanes = 4", 'usual_symbol = "usual"', r"kernels\[0\]\.usual_symbol: expected {dtype} in it"),
+        ("lanes = 4", 'usual_symbol = "scale_fast_{dtype}"', r"kernels\[0\]\.symbol: expected a new one"),
         ('module = "plain"', 'module = "plane"', r"kernels\[1\]\.module: expected one of"),
         ("threads = 32", "threads = '32'", r"kernels\[1\]\.threads: expected int"),
         ("lanes = 4", "priority = 4", r"kernels\[0\]\.priority: expected absent"),

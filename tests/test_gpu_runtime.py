@@ -514,7 +514,7 @@ def test_driver_errors_name_call_symbol_and_device():
 
     x, _ = batch(8, 1000)
     function = _launch.plan("logp_forward", "two_pass", x, 8)
-    broken = _driver.Function(function.device, replace(function.kernel, threads=0), function.handle)
+    broken = _driver.Function(function.device, replace(function.kernel, threads=0), function.symbol, function.handle)
     values = (*[0] * len(_params.LOGP_ADDRESSES), _params.logp_constants())
     with pytest.raises(
         fused_logp_hub.DriverError,

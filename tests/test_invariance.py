@@ -13,7 +13,7 @@ from support.kernels import ALIGNED, AUTO, ONCE, ONLINE, SUFFIX, TMA, Variant, a
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
 from torch import Tensor
 
-from fused_logp_hub import fused_logp, fused_logp_backward_out
+from fused_logp_hub import _launch, fused_logp, fused_logp_backward_out
 
 pytestmark = pytest.mark.gpu
 
@@ -203,7 +203,7 @@ def widths(dtype: torch.dtype) -> list[int]:
 
 @pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
 def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran):
-    """However many threads share a row, entropy asked for or not, and whatever the row holds."""
+    """However many threads share a row, entropy asked for or not, by the code for usual calls too, whatever it holds."""
     parts = [part for part in ONCE if is_compiled(part, dtype)]
     if TMA.fits(torch.empty(1, device="cuda"), False):
         parts.append("tma")
@@ -218,45 +218,58 @@ def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran):
         ids = torch.randint(v, (11,), device="cuda")
         ids[6] = -100
         shifted.copy_(x)  # each row at another alignment
+        first = {}
         for want_entropy in (False, True):
-            first = None
             runs = [(p, x) for p in parts] + [(p, shifted) for p in parts if p not in ALIGNED]
             for part, y in runs:
                 only_kernel(part)
                 kernel = "tma" if part == "tma" else "online"
                 r = fused_logp(y, ids, kernel=kernel, temperature=0.7, return_lse=True, return_entropy=want_entropy)
                 assert ran[-1] == f"logp_forward_{part}_{SUFFIX[dtype]}"
+                (launch,) = _launch.launches.values()
+                assert launch.function.symbol == (ran[-1] if want_entropy else usual_code(launch.function.kernel))
                 assert r.logp[3:6].isnan().all()
-                got = [t.nan_to_num(7.0, posinf=8.0, neginf=9.0) for t in r if t is not None]
-                first = first or got
-                assert all(map(same_bits, got, first)), (
-                    f"{part} differs from {parts[0]} at V = {v}, row stride {y.stride(0)}"
-                )
+                for name, tensor in r._asdict().items():
+                    if tensor is not None:
+                        got = tensor.nan_to_num(7.0, posinf=8.0, neginf=9.0)
+                        assert same_bits(got, first.setdefault(name, got)), (
+                            f"{name} by {part} differs from {parts[0]} at V = {v}, row stride {y.stride(0)}"
+                        )
+
+
+def usual_code(kernel) -> str:
+    return kernel.usual_symbol or kernel.symbol
 
 
 @pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
 def test_a_gradient_does_not_depend_on_where_its_id_lies(dtype, only_kernel, ran):
     """Each column is some row's id, in rows of gradients at every alignment: heads, vectors and tails alike.
 
-    Nor does it depend on which backward runs.
+    Nor does it depend on which backward runs, nor on whether it is by the code for usual calls.
     """
     torch.manual_seed(0)
     v = 307
     x, ids = torch.randn(v, v, device="cuda").to(dtype), torch.arange(v, device="cuda")
     g, h = torch.randn(2, v, device="cuda")
     r = fused_logp(x, ids, return_lse=True, return_entropy=True)
-    given = {"row_max": r.row_max, "log_sum": r.log_sum, "entropy": r.entropy, "grad_entropy": h}
+    statistics = {"row_max": r.row_max, "log_sum": r.log_sum}
+    with_entropy = {**statistics, "entropy": r.entropy, "grad_entropy": h}
+    all_rows = {**statistics, "row_mask": torch.ones(v, dtype=torch.bool, device="cuda")}
     store = torch.empty(v, v + -v % 8, device="cuda", dtype=dtype)
-    expected = fused_logp_backward_out(g, x, ids, **given, grad_logits=store[:, :v]).clone()
-    assert_gradient(expected, backward64(g, h, x, ids), dtype)
-    for backward in (b for b in AUTO.backward if is_compiled(b, dtype)):
-        only_kernel("ring4_shifted", backward)
-        for offset in range(16 // dtype.itemsize):
-            to = torch.empty(offset + v * v, device="cuda", dtype=dtype)[offset:].view(v, v)
-            assert same_bits(fused_logp_backward_out(g, x, ids, **given, grad_logits=to), expected)
-            to.copy_(x)
-            assert same_bits(fused_logp_backward_out(g, to, ids, **given, grad_logits=to), expected), "in place"
-        assert ran[-1] == f"{backward}_{SUFFIX[dtype]}"
+    for unusual, given, weights in ((True, with_entropy, h), (True, all_rows, None), (False, statistics, None)):
+        if unusual:
+            expected = fused_logp_backward_out(g, x, ids, **given, grad_logits=store[:, :v]).clone()
+        assert_gradient(expected, backward64(g, weights, x, ids), dtype)
+        for backward in (b for b in AUTO.backward if is_compiled(b, dtype)):
+            only_kernel("ring4_shifted", backward)
+            for offset in range(16 // dtype.itemsize):
+                to = torch.empty(offset + v * v, device="cuda", dtype=dtype)[offset:].view(v, v)
+                assert same_bits(fused_logp_backward_out(g, x, ids, **given, grad_logits=to), expected)
+                to.copy_(x)
+                assert same_bits(fused_logp_backward_out(g, to, ids, **given, grad_logits=to), expected), "in place"
+            assert ran[-1] == f"{backward}_{SUFFIX[dtype]}"
+            function = next(reversed(_launch.launches.values())).function
+            assert function.symbol == (ran[-1] if unusual else usual_code(function.kernel))
 
 
 def test_more_rows_a_block_than_it_looks_ahead(ran):

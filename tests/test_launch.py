@@ -6,6 +6,10 @@ address of every row, computed from the bytes as kernels_src/row.cuh does, must 
 
 from __future__ import annotations
 
+import itertools
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from support.launches import record_launches
@@ -103,6 +107,45 @@ def test_layouts_of_one_shape_in_turn(launched):
             assert row_addresses("logits", fields, logits.element_size()) == expected_addresses(logits, 2)
             assert row_addresses("token_ids", fields, ids.element_size()) == expected_addresses(strided, 2)
     assert len(launched) == 2 * len(_launch.launches) == 2 * 3 * len(layouts)
+
+
+def taken_for_known():
+    """What kernels_src/usual.cuh sets: the fields' values by name, as it spells them."""
+    source = Path(__file__).parent.parent / "kernels_src" / "usual.cuh"
+    if not source.is_file():
+        pytest.skip("needs the kernels' sources")
+    return dict(re.findall(r"known\.(\w+) = ([^;]+);", source.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("logits", [base[0], base.view(2, 12, 40), base[:, :-1]], ids=["2-D", "3-D", "sliced"])
+@pytest.mark.parametrize("entropy", [False, True], ids=["logp", "entropy"])
+def test_code_for_usual_calls_runs_where_what_it_takes_for_known_holds(launched, logits, entropy):
+    """And in all of these calls, forward and backward."""
+    leading, vocab = logits.shape[:-1], logits.shape[-1]
+    known = taken_for_known()
+    values = {"1": 1, "8": 8, "0": 0, "nullptr": 0, "kFloat32": _params.DTYPE_CODES["float32"]}
+    kinds = set()
+    for masked, per_row, several, short, shard, dtype in itertools.product(
+        *[(False, True)] * 5, (torch.float32, torch.bfloat16)
+    ):
+        ids = torch.zeros((*leading, 2) if several else leading, dtype=torch.int32 if short else torch.int64)
+        mask = torch.ones(leading, dtype=torch.bool) if masked else None
+        temperature = torch.ones(leading) if per_row else 0.7
+        place = Shard(0, vocab + 8) if shard else None
+        problem = _checks.make_problem(logits, ids, mask, temperature, -100, "zero", place)
+        _, statistics, entropies = _ops.run_forward(problem, "auto", dtype, True, entropy)
+        g = torch.ones(ids.shape, dtype=dtype)
+        if not shard:
+            _ops.run_backward(problem, "auto", statistics, entropies, g, entropies)
+        for _, fields in launched:
+            holds = [
+                fields["inner_rows"] >= fields["num_rows"] if value == "~0u" else fields[name] == values[value]
+                for name, value in known.items()
+            ]
+            assert fields["usual"] == all(holds)
+            kinds.add(fields["usual"])
+        launched.clear()
+    assert kinds == ({False} if entropy or not logits.is_contiguous() else {False, True})
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)])

@@ -284,7 +284,8 @@ def test_installed_wheel_is_whole():
     manifest = load_manifest(_manifest.CUBIN_DIR)
     for cubin in manifest.cubins:
         assert manifest.read_cubin(cubin)[:4] == b"\x7fELF"
-    for kernel in manifest.kernels:
-        for cubin in manifest.cubins_of(kernel.module):
-            assert kernel.symbol in cubin.symbols
-        assert manifest.cubins_of(kernel.module)
+    for cubin in manifest.cubins:
+        kernels = [kernel for kernel in manifest.kernels if kernel.module == cubin.module]
+        symbols = [symbol for kernel in kernels for symbol in (kernel.symbol, kernel.usual_symbol) if symbol]
+        assert sorted(symbols) == sorted(cubin.symbols)
+    assert all(manifest.cubins_of(kernel.module) for kernel in manifest.kernels)

@@ -30,9 +30,13 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, tor
 def run(logits: torch.Tensor, ids: torch.Tensor, kernel: str, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     """logp and the gradient at the logits, on the CPU."""
     x = logits.detach().requires_grad_()
-    result = fused_logp(x, ids, kernel=kernel, return_entropy=True, return_lse=True, **options)
-    (result.logp.sum() + result.entropy.sum()).backward()
-    return result.logp.detach().cpu(), x.grad.cpu()
+    result = fused_logp(x, ids, kernel=kernel, **{"return_entropy": True, "return_lse": True, **options})
+    if isinstance(result, torch.Tensor):
+        logp, total = result, result.sum()
+    else:
+        logp, total = result.logp, result.logp.sum() + result.entropy.sum()
+    total.backward()
+    return logp.detach().cpu(), x.grad.cpu()
 
 
 def check(logits: torch.Tensor, ids: torch.Tensor, kernel: str, **options: object) -> bool:
@@ -89,6 +93,7 @@ def check_rows(logits: torch.Tensor, kernel: str) -> int:
     n, v = logits.shape
     ids = torch.randint(v, (n,), device="cuda")
     runs = check(logits, ids, kernel)
+    runs += check(logits, ids, kernel, return_entropy=False, return_lse=False)  # a usual call
     ids[0], ids[-1] = v, -(2**40)  # nothing may be read there
     runs += check(logits, ids, kernel, ignore_index=None)
     mask = torch.arange(n, device="cuda") % 2 == 0

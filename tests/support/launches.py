@@ -14,7 +14,7 @@ CONSTANTS = struct.Struct("=" + "".join(codes for _, codes in _params.LOGP_CONST
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict]]:
-    """Every launch as (grid, fields by name), most recent last."""
+    """Every launch as (grid, fields by name, and whether by the code for usual calls), most recent last."""
     launches = []
 
     def launch(self, grid, stream, layout, values):
@@ -24,15 +24,16 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict]]:
         for name, codes in _params.LOGP_CONSTANTS:
             taken, numbers = numbers[: len(codes)], numbers[len(codes) :]
             fields[name] = taken[0] if len(taken) == 1 else tuple(taken)
-        launches.append((grid, fields))
+        launches.append((grid, {**fields, "usual": self.usual is self}))
 
     kernels = {k.op: k for k in SYNTHETIC.kernels if k.name in ("online", "backward") and k.meant_for is None}
     fake = type("Function", (), {"launch": launch})
 
     def plan(op, requested, logits, num_rows):
-        function = fake()
-        function.kernel = kernels[op]
-        function.device = SimpleNamespace(ordinal=0, multiprocessors=132)
+        function, usual = fake(), fake()
+        function.kernel = usual.kernel = kernels[op]
+        function.device = usual.device = SimpleNamespace(ordinal=0, multiprocessors=132)
+        function.usual = usual.usual = usual
         return function
 
     monkeypatch.setattr(_launch, "plan", plan)
