@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 CUBIN_DIR: Traversable = files(__name__.rpartition(".")[0]) / "cubins"  # a folder, or inside a zip archive
-# Threads of a backward that a multiprocessor holds, 14 blocks of generic.cu's 64; of some dtypes it holds fewer.
-RESIDENT_THREADS = 896
 REINSTALL = "Reinstall fused-logp-hub."
 _CLOSEST_FIRST = ("exact", "family", "minor")
 
@@ -114,6 +112,7 @@ class KernelRow:
     blocks_per_multiprocessor: int | None = None
     tile_bytes: int | None = None
     max_tiles_per_block: int | None = None
+    resident_blocks: int | None = None
     items_per_block: int | None = None
 
     def grid(self, rows: int, row_bytes: int, multiprocessors: int) -> tuple[int, int]:
@@ -122,10 +121,10 @@ class KernelRow:
             return rows * self.blocks_per_row, 0
         if self.blocks_per_multiprocessor is not None:
             return min(rows, multiprocessors * self.blocks_per_multiprocessor), 0
-        if self.tile_bytes is not None and self.max_tiles_per_block is not None:
+        if self.tile_bytes is not None and self.max_tiles_per_block is not None and self.resident_blocks is not None:
             tiles = -(-row_bytes // self.tile_bytes)
             # as many tiles a block as let all blocks run at once
-            at_once = RESIDENT_THREADS // self.threads * multiprocessors
+            at_once = self.resident_blocks * multiprocessors
             each = max(1, min(self.max_tiles_per_block, -(-tiles * rows // at_once)))
             return rows * -(-tiles // each), each
         assert self.items_per_block is not None  # the build checks that each row has its kind of grid

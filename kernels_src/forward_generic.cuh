@@ -237,7 +237,6 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
   if (rank == 0 && threadIdx.x == 0) {
     mbarrier_init(&leaves_arrived, 1);
-    mbarrier_expect_tx(&leaves_arrived, seg.count() * kGroupWarps * Leaves<Acc>::kLeafBytes);
     fence_mbarrier_init();
   }
   // Block 0 must be running before anyone writes into it; the wait comes before the first write.
@@ -260,6 +259,8 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   if (!waited) cluster_wait();
   if (!writer) return;
   const RowEnd<T> end(p, block_index_again() / kBlocks);
+  const u32 leaf_bytes = seg.count() * kGroupWarps * Leaves<Acc>::kLeafBytes;
+  if (threadIdx.x == 0) mbarrier_expect_tx(&leaves_arrived, leaf_bytes);
   mbarrier_wait_cluster(&leaves_arrived, 0);
   end.write(p, merge_leaves(p, leaves, seg, scale), target);
 }

@@ -136,11 +136,19 @@ def test_the_buffer_holds_every_struct():
 
 
 def test_limits_that_kernels_and_python_share(header):
-    """Ids a row, the size of shared arrays; the threads of a backward that run at once."""
-    from fused_logp_hub import _checks, _manifest
+    """Ids a row, the size of shared arrays; of a backward's blocks those that a multiprocessor runs at once."""
+    from build_tools.kernel_table import load_table
+    from fused_logp_hub import _checks
 
     sources = "".join(path.read_text(encoding="utf-8") for path in sorted(HEADER.parent.glob("*.cu*")))
     assert int(re.search(r"kMaxIds = (\d+);", sources)[1]) == _checks.MAX_IDS
-    blocks = int(re.search(r"kBackwardBlocks =[^;]*: (\d+);", sources)[1])
-    threads = int(re.search(r"SteadyShape = BackwardShape<(\d+),", sources)[1])
-    assert blocks * threads == _manifest.RESIDENT_THREADS
+    rows = {kernel.symbols[0]: kernel.row for kernel in load_table().kernels}
+    for name, constant, shape in (
+        ("backward", "kBackwardBlocks", "SteadyShape"),
+        ("backward_eager", "kEagerBlocks", "EagerShape"),
+    ):
+        row = rows[f"logp_{name}_bf16"]
+        assert int(re.search(rf"{constant} =[^;]*: (\d+);", sources)[1]) == row["resident_blocks"]
+        threads, vectors = re.search(rf"{shape} = BackwardShape<(\d+), (\d+),", sources).groups()
+        assert int(threads) == row["threads"]
+        assert int(threads) * int(vectors) * 16 == row["tile_bytes"]

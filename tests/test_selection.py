@@ -245,12 +245,15 @@ def test_grid_of_persistent_blocks(rows, blocks):
 @pytest.mark.parametrize("rows", [1, 3, 4096, 2**31 - 1])
 def test_grid_of_tiles_covers_every_row(rows, row_bytes):
     """Each row has whole blocks, enough for its tiles, and none that has no tile."""
-    k = kernel(0, "k", "generic", "bfloat16", blocks_per_row=None, tile_bytes=8192, max_tiles_per_block=2)
+    grid = {"tile_bytes": 8192, "max_tiles_per_block": 2, "resident_blocks": 8}
+    k = kernel(0, "k", "generic", "bfloat16", blocks_per_row=None, **grid)
     blocks, each = k.grid(rows, row_bytes, 132)
     tiles = -(-row_bytes // 8192)
     assert 1 <= each <= 2
     assert blocks % rows == 0
     assert (blocks // rows - 1) * each < tiles <= blocks // rows * each
+    if tiles * rows <= 8 * 132:
+        assert each == 1, "no multiprocessor is left without work"
 
 
 # ---- s7: an old driver.
