@@ -234,11 +234,12 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   const u32 first = (threadIdx.x / kGroup * kBlocks + rank) * seg.each<kBlocks * kGroups>();
   Source<T> source(reader, seg, first, first + seg.each<kBlocks * kGroups>());
   const LoadedId first_id(p, at, 0);
-  const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
+  // Before anything branches: behind a branch the compiler makes a loop of it, which racecheck misreads.
   if (rank == 0 && threadIdx.x == 0) {
     mbarrier_init(&leaves_arrived, 1);
     fence_mbarrier_init();
   }
+  const Acc scale = Math<Acc>::scale(inverse_temperature<Acc>(p, at));
   // Block 0 must be running before anyone writes into it; the wait comes before the first write.
   cluster_arrive();
   if (!is_active(p, row, at, first_id)) {

@@ -90,9 +90,7 @@ def drop_in_calls(monkeypatch):
     return calls
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    """The symbols that were really handed to the driver, in order."""
+def record_functions(monkeypatch, symbol_of):
     from fused_logp_hub import _driver
 
     symbols = []
@@ -100,10 +98,22 @@ def ran(monkeypatch):
 
     def recording(self, *args, **kwargs):
         launch(self, *args, **kwargs)
-        symbols.append(self.kernel.symbol)
+        symbols.append(symbol_of(self))
 
     monkeypatch.setattr(_driver.Function, "launch", recording)
     return symbols
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The kernels that were really handed to the driver, in order, by their symbols."""
+    return record_functions(monkeypatch, lambda function: function.kernel.symbol)
+
+
+@pytest.fixture
+def ran_code(monkeypatch):
+    """Likewise the machine code: of a kernel that has its own for usual calls, that one's symbol."""
+    return record_functions(monkeypatch, lambda function: function.symbol)
 
 
 @pytest.fixture

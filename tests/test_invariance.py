@@ -13,7 +13,7 @@ from support.kernels import ALIGNED, AUTO, ONCE, ONLINE, SUFFIX, TMA, Variant, a
 from support.reference64 import assert_gradient, assert_values, backward64, forward64, same_bits
 from torch import Tensor
 
-from fused_logp_hub import _launch, fused_logp, fused_logp_backward_out
+from fused_logp_hub import _manifest, fused_logp, fused_logp_backward_out
 
 pytestmark = pytest.mark.gpu
 
@@ -202,7 +202,7 @@ def widths(dtype: torch.dtype) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
-def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran):
+def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran, ran_code):
     """However many threads share a row, entropy asked for or not, whatever it holds, by the code for usual calls."""
     parts = [part for part in ONCE if is_compiled(part, dtype)]
     if TMA.fits(torch.empty(1, device="cuda"), False):
@@ -226,8 +226,7 @@ def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran):
                 kernel = "tma" if part == "tma" else "online"
                 r = fused_logp(y, ids, kernel=kernel, temperature=0.7, return_lse=True, return_entropy=want_entropy)
                 assert ran[-1] == f"logp_forward_{part}_{SUFFIX[dtype]}"
-                (launch,) = _launch.launches.values()
-                assert launch.function.symbol == (ran[-1] if want_entropy else usual_code(launch.function.kernel))
+                assert ran_code[-1] == (ran[-1] if want_entropy else usual_code(ran[-1]))
                 assert r.logp[3:6].isnan().all()
                 for name, tensor in r._asdict().items():
                     if tensor is not None:
@@ -237,12 +236,12 @@ def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran):
                         )
 
 
-def usual_code(kernel) -> str:
-    return kernel.usual_symbol or kernel.symbol
+def usual_code(symbol: str) -> str:
+    return next(k.usual_symbol or symbol for k in _manifest.shipped().kernels if k.symbol == symbol)
 
 
 @pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
-def test_a_gradient_does_not_depend_on_where_its_id_lies(dtype, only_kernel, ran):
+def test_a_gradient_does_not_depend_on_where_its_id_lies(dtype, only_kernel, ran, ran_code):
     """Each column is some row's id, in rows of gradients at every alignment: heads, vectors and tails alike.
 
     Nor does it depend on which backward runs, nor on whether it is by the code for usual calls.
@@ -268,8 +267,7 @@ def test_a_gradient_does_not_depend_on_where_its_id_lies(dtype, only_kernel, ran
                 to.copy_(x)
                 assert same_bits(fused_logp_backward_out(g, to, ids, **given, grad_logits=to), expected), "in place"
             assert ran[-1] == f"{backward}_{SUFFIX[dtype]}"
-            function = next(reversed(_launch.launches.values())).function
-            assert function.symbol == (ran[-1] if unusual else usual_code(function.kernel))
+            assert ran_code[-1] == (ran[-1] if unusual else usual_code(ran[-1]))
 
 
 def test_more_rows_a_block_than_it_looks_ahead(ran):

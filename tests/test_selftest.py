@@ -248,10 +248,12 @@ def test_from_the_installed_package(tmp_path):
 
 
 @pytest.mark.gpu
-def test_what_is_named_is_what_ran(ran, shipped):
-    """Every symbol in the report was handed to the driver."""
+def test_what_is_named_is_what_ran(ran, ran_code, shipped):
+    """Every symbol in the report was handed to the driver, and all machine code of these kernels."""
     capability = torch.cuda.get_device_capability(0)
     with torch.cuda.device(0):
         checks = selftest.check_gpu(shipped, torch.device("cuda", 0), capability, 13000)
     assert {check.symbol for check in checks} == set(ran)
+    kernels = [kernel for kernel in shipped.kernels if kernel.symbol in set(ran)]
+    assert {symbol for k in kernels for symbol in (k.symbol, k.usual_symbol) if symbol} == set(ran_code)
     assert_right(map(dataclasses.asdict, checks))
