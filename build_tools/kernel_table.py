@@ -28,6 +28,12 @@ _KERNEL_KEYS = {
     "dtypes": list,
     "threads": int,
 }
+_GRIDS = (
+    {"blocks_per_row"},
+    {"blocks_per_multiprocessor"},
+    {"items_per_block"},
+    {"tile_bytes", "max_tiles_per_block", "resident_blocks"},
+)
 _RANGE_KEYS = ("min_rows", "max_rows", "min_row_bytes", "max_row_bytes")
 
 
@@ -168,6 +174,12 @@ def _expand(row: dict[str, Any], priority: int, suffixes: dict[str, str]) -> lis
                 f"kernels[{priority}].{key}: expected tables of integers for {', '.join(_RANGE_KEYS)}, got {ranges!r}. "
                 "Correct the row."
             )
+    grid = {key for kind in _GRIDS for key in kind if key in row}
+    if grid not in _GRIDS:
+        raise TableError(
+            f"kernels[{priority}]: expected the keys of one kind of grid, got {', '.join(sorted(grid)) or 'none'}. "
+            "Correct the row."
+        )
     for key in ("dtype", "priority"):
         if key in row:
             raise TableError(f"kernels[{priority}].{key}: expected absent, got {row[key]!r}. The build sets it.")

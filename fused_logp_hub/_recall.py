@@ -1,7 +1,7 @@
 """A call like one that passed goes from its arguments to the launch: nothing is checked, selected or worked out again.
 
 Alike are calls with the same options whose tensors differ in nothing but their addresses, and in those not by the
-alignment of the logits. Usual calls only: plain tensors that want no gradient, one temperature for all rows, no mask.
+alignment of the logits. Simple calls only: plain tensors that want no gradient, one temperature for all rows, no mask.
 Others go the long way, whose checks are then looked up piece by piece.
 """
 
@@ -50,7 +50,7 @@ def key_of(
     out_dtype: torch.dtype | None,
     *absent: bool,
 ) -> Key | None:
-    """What a usual call is looked up by, with which of the outputs are absent; None for all others.
+    """What a simple call is looked up by, with which of the outputs are absent; None for all others.
 
     Values of other types would equal plain numbers without computing as they do, so they have no key; nor has a call
     that torch.compile traces, which would guard on what the cache holds.

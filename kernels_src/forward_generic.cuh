@@ -234,7 +234,7 @@ __device__ __forceinline__ void forward_row_per_cluster(const LogpParams& p) {
   const u32 first = (threadIdx.x / kGroup * kBlocks + rank) * seg.each<kBlocks * kGroups>();
   Source<T> source(reader, seg, first, first + seg.each<kBlocks * kGroups>());
   const LoadedId first_id(p, at, 0);
-  // Before anything branches: behind a branch the compiler makes a loop of it, which racecheck misreads.
+  // Before the temperature is looked up: behind that branch the compiler does it in a loop, which racecheck misreads.
   if (rank == 0 && threadIdx.x == 0) {
     mbarrier_init(&leaves_arrived, 1);
     fence_mbarrier_init();

@@ -30,6 +30,7 @@ dtypes = ["float32"]
 alignment = 16
 threads = 64
 shared_memory = 0
+items_per_block = 64
 lanes = 4
 
 [[kernels]]
@@ -41,6 +42,7 @@ dtypes = ["any"]
 alignment = 1
 threads = 32
 shared_memory = 0
+items_per_block = 32
 """
 SOURCES = {
     "common.cuh": "#include <cuda_bf16.h>\n__device__ inline float twice(float x) { return x + x; }",

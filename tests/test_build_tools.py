@@ -47,6 +47,9 @@ def test_table_expands_rows_by_dtype():
         ("lanes = 4", 'usual_symbol = "scale_fast_{dtype}"', r"kernels\[0\]\.symbol: expected a new one"),
         ('module = "plain"', 'module = "plane"', r"kernels\[1\]\.module: expected one of"),
         ("threads = 32", "threads = '32'", r"kernels\[1\]\.threads: expected int"),
+        ("items_per_block = 64", "", r"kernels\[0\]: expected the keys of one kind of grid, got none"),
+        ("items_per_block = 64", "tile_bytes = 64", r"kernels\[0\]: expected .* grid, got tile_bytes"),
+        ("lanes = 4", "blocks_per_row = 1", r"kernels\[0\]: expected .* got blocks_per_row, items_per_block"),
         ("lanes = 4", "priority = 4", r"kernels\[0\]\.priority: expected absent"),
         ("lanes = 4", "auto = 512", r"kernels\[0\]\.auto: expected tables of integers"),
         ("lanes = 4", "auto = [{ max_row = 512 }]", r"kernels\[0\]\.auto: expected tables of integers"),
@@ -172,6 +175,7 @@ def test_manifest(project, tmp_path):
         "alignment": 16,
         "threads": 64,
         "shared_memory": 0,
+        "items_per_block": 64,
         "lanes": 4,
         "priority": 0,
     }

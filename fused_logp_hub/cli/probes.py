@@ -104,7 +104,7 @@ def _row_classes(limits: list[int]) -> list[tuple[int, str]]:
 def run_case(case: Case, device: torch.device, kernel: str = _selection.AUTO) -> None:
     """Forward and backward, compared with float64: so often that a norm over all rows means something.
 
-    With rows left out and without, as most calls are: some kernels have machine code of its own for these.
+    Once with rows left out, once with all, as most calls are: some kernels have machine code of their own for these.
     """
     generator, times = torch.Generator().manual_seed(0), range(-(-_ROWS // case.rows))
     runs = [[_run_once(case, device, kernel, generator, every) for _ in times] for every in (False, True)]
