@@ -4,7 +4,8 @@
     python benchmarks/sweep.py --rows 32 64 128 --vocab 128256
 
 Each row is forced, whatever the selector would choose, checked against float64 and timed by graph
-replay with a cold L2. The thresholds in build_tools/kernels.toml (meant_for, auto) come from here.
+replay with a cold L2. Calls are usual ones, which some kernels have machine code of
+their own for. The thresholds in build_tools/kernels.toml (meant_for, auto) come from here.
 """
 
 from __future__ import annotations

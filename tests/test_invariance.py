@@ -203,7 +203,7 @@ def widths(dtype: torch.dtype) -> list[int]:
 
 @pytest.mark.parametrize("dtype", SUFFIX, ids=SUFFIX.get)
 def test_every_forward_that_reads_once_agrees(dtype, only_kernel, ran, ran_code):
-    """However many threads share a row, entropy asked for or not, whatever it holds, by the code for usual calls."""
+    """However many threads share a row, whatever it holds, with entropy, and without by the code for usual calls."""
     parts = [part for part in ONCE if is_compiled(part, dtype)]
     if TMA.fits(torch.empty(1, device="cuda"), False):
         parts.append("tma")
